@@ -1,0 +1,16 @@
+"""Qwen3: a norm on every query and key head; `head_dim` is given, not hidden / heads."""
+
+from __future__ import annotations
+
+from .blocks import base_dims, embeddings, gqa, namings, norms, swiglu
+from .schema import INV_FREQ, Config, Table
+
+_rows = namings(embeddings(), norms(), gqa(qk_norm=True, bias=True), swiglu())
+
+
+def _dims(config: Config) -> dict[str, int]:
+    dims = base_dims(config)
+    return dims | {"o_bias": dims["qkv_bias"]}
+
+
+TABLE = Table("qwen3", _dims, _rows.hf, _rows.megatron, _rows.archon, drops=(INV_FREQ,))
