@@ -1,0 +1,114 @@
+"""The exceptions of areal-convert, one small tree.
+
+    ConvertError                    everything that this package raises on purpose
+    ├── SourceError                 the checkpoint that was read cannot be used
+    │   ├── NotACheckpoint          the directory or file is none of the known formats
+    │   ├── CorruptFile             a file is truncated, over-long, or its header is wrong
+    │   └── UnsafePickle            a pickle names something that is not on the allow-list
+    ├── UnknownFamily               no table in `mappings/` for this architecture
+    ├── ConfigError                 the model's configuration lacks or contradicts something
+    ├── MeshError                   the mesh cannot hold this model
+    ├── PlanError                   source and target do not fit together, element for element
+    ├── TargetError                 the target exists, is full, or cannot be written
+    └── VerifyError                 bytes that were written read back differently
+
+Every message names what it is about (tensor, file, rank or field), what was expected, what was found, and
+what to do. An error that several things caused carries all of them in `problems`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: what it concerns, what is wrong with it, and what to do about it."""
+
+    about: str
+    what: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.about}: {self.what}"
+        return f"{text} ({self.hint})" if self.hint else text
+
+
+class ConvertError(Exception):
+    """Base class. `problems` holds every single finding; `str()` shows them all, a line each."""
+
+    shown = 40
+
+    def __init__(self, what: str, problems: Iterable[Problem] = (), hint: str = "") -> None:
+        self.what = what
+        self.problems: Sequence[Problem] = tuple(problems)
+        self.hint = hint
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        lines += [f"  - {problem}" for problem in self.problems[: self.shown]]
+        if len(self.problems) > self.shown:
+            lines.append(f"  … and {len(self.problems) - self.shown} more")
+        if self.hint:
+            lines.append(self.hint)
+        return "\n".join(lines)
+
+
+class SourceError(ConvertError):
+    """The checkpoint that was read cannot be used as it is."""
+
+
+class NotACheckpoint(SourceError):
+    """Nothing at this path looks like one of the known formats."""
+
+
+class CorruptFile(SourceError):
+    """A file is truncated, over-long, or its header contradicts it."""
+
+
+class UnsafePickle(SourceError):
+    """A pickle refers to something outside the allow-list; nothing of it was run."""
+
+
+class UnknownFamily(ConvertError):
+    """There is no mapping table for this architecture."""
+
+
+class ConfigError(ConvertError):
+    """A field of the model's configuration is missing or contradicts another."""
+
+
+class MeshError(ConvertError):
+    """The mesh cannot hold this model; the message says what would divide."""
+
+
+class PlanError(ConvertError):
+    """The plan is not total: something is unmapped, missing, duplicated or wrongly shaped."""
+
+
+class TargetError(ConvertError):
+    """The target exists already, is full, or cannot be written."""
+
+
+class VerifyError(ConvertError):
+    """What was read back is not what was written."""
+
+
+@dataclass(slots=True)
+class Problems:
+    """Collects findings, so that a user sees all of them at once."""
+
+    found: list[Problem] = field(default_factory=list)
+
+    def add(self, about: str, what: str, hint: str = "") -> None:
+        self.found.append(Problem(about, what, hint))
+
+    def __bool__(self) -> bool:
+        return bool(self.found)
+
+    def raise_as(self, error: type[ConvertError], what: str, hint: str = "") -> None:
+        """Raise `error` with all that was found; do nothing when nothing was."""
+        if self.found:
+            raise error(what, self.found, hint)
