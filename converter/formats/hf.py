@@ -1,0 +1,281 @@
+"""Hugging Face directories: `model.safetensors`, or shards with an index; `pytorch_model.bin` and its shards are read.
+
+Layout of a file: github.com/huggingface/safetensors, README, "Format". Layout of a directory: transformers,
+`modeling_utils.py` (names of the index and the shards) and huggingface_hub, `serialization/_torch.py` (their sizes).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..dtypes import BY_NAME
+from ..errors import CorruptFile, SourceError
+from ..placement import Local
+from ..sidefiles import INDEX, find_hf
+from ..slots import Buffer
+from .base import DTypeOf, Found, Stored, StoredBox, Target, TargetFile, nbytes
+from .safetensors_file import StHeader, encode_header, read_header
+from .torchfile import TensorRef, read
+
+name = "hf"
+BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+SINGLE = "model.safetensors"
+
+
+def detect(path: Path) -> Path | None:
+    """The directory if it holds weights under Hugging Face's file names (a lone safetensors file counts)."""
+    if path.is_file() and path.suffix in (".safetensors", ".bin"):
+        return path.parent
+    if not path.is_dir():
+        return None
+    files = [INDEX, BIN, BIN_INDEX]
+    if any((path / f).exists() for f in files) or any(path.glob("*.safetensors")):
+        return path
+    return None
+
+
+def read_checkpoint(path: Path) -> Found:
+    """Headers of all shards. Problems of all files are collected."""
+    where = path if path.is_dir() else path.parent
+    found = Found(name, path, where, hf=find_hf(where))
+    found.facts["container"] = "safetensors"
+    index = _index(where / INDEX, found)
+    files = [path] if path.is_file() else _shards(where, index, found)
+    if not files and not found.problems:
+        index = _index(where / BIN_INDEX, found)
+        files = _bin_files(where, index, found)
+        found.facts["container"] = "torch .bin"
+    read_one = _read_bin if files and files[0].suffix == ".bin" else _read_safetensors
+    for file in files:
+        _guard(found, file, lambda file=file: read_one(file, found))
+    _check_index(found, index)
+    _check_duplicates(found, index)
+    return found
+
+
+def _guard(found: Found, file: Path, action: Callable[[], None]) -> None:
+    """Run one file's reading; what is wrong with it joins the list."""
+    try:
+        action()
+    except SourceError as error:
+        if error.problems:
+            found.problems.found.extend(error.problems)
+        else:
+            found.problems.add(str(file), error.what, error.hint)
+    except OSError as error:
+        found.problems.add(str(file), f"cannot be read: {error.strerror or error}")
+
+
+def _index(path: Path, found: Found) -> dict[str, str] | None:
+    if not path.is_file():
+        return None
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        weights = index["weight_map"]
+        if not all(isinstance(k, str) and isinstance(v, str) for k, v in weights.items()):
+            raise ValueError("weight_map must map names to file names")
+        bad = sorted({v for v in weights.values() if "/" in v or v.startswith(".")})
+        if bad:
+            raise ValueError(f"weight_map names files outside its directory: {', '.join(bad[:3])}")
+        return dict(weights)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found.problems.add(str(path), f"is no index of shards: {error}")
+        return {}
+
+
+def _shards(where: Path, index: dict[str, str] | None, found: Found) -> list[Path]:
+    """The safetensors files that make up the model: the index decides, then the single file, then whatever is there."""
+    present = sorted(p for p in where.iterdir() if p.suffix == ".safetensors")
+    if index is None:
+        return present
+    named = sorted(set(index.values()))
+    missing = [f for f in named if not (where / f).exists()]
+    if missing and (where / SINGLE).exists() and SINGLE not in named:
+        found.notes.append(f"{INDEX} names {len(missing)} shards that are gone; {SINGLE} is read instead")
+        index.clear()
+        return [where / SINGLE]
+    for file in missing:
+        count = sum(v == file for v in index.values())
+        what = "a dangling link" if (where / file).is_symlink() else "not there"
+        found.problems.add(str(where / file), f"{what}; the index puts {count} tensors into it", "fetch it again")
+    return [where / f for f in named if f not in missing] + [p for p in present if p.name not in named]
+
+
+def _bin_files(where: Path, index: dict[str, str] | None, found: Found) -> list[Path]:
+    if index is None:
+        return sorted(where.glob("pytorch_model*.bin"))
+    files = sorted(set(index.values()))
+    for file in files:
+        if not (where / file).exists():
+            found.problems.add(str(where / file), "not there, though the index names it", "fetch it again")
+    return [where / f for f in files if (where / f).exists()]
+
+
+def _read_safetensors(file: Path, found: Found) -> None:
+    header: StHeader = read_header(file)
+    found.files[str(file)] = header.size
+    for tensor, (dtype, shape, begin, end) in header.tensors.items():
+        if begin == end:
+            found.problems.add(
+                tensor, f"is empty (shape {list(shape)}) in {file.name}", "the save went wrong; see ZeRO-3"
+            )
+            continue
+        buffer = Buffer(str(file), begin, end - begin, tensor)
+        found.tensors.append(Stored(tensor, dtype, tuple(shape), (StoredBox((0,) * len(shape), tuple(shape), buffer),)))
+
+
+def _read_bin(file: Path, found: Found) -> None:
+    tree = read(file)
+    found.files[str(file)] = file.stat().st_size
+    if isinstance(tree, Mapping) and not any(isinstance(v, TensorRef) for v in tree.values()):
+        tree = next((tree[k] for k in ("state_dict", "model", "module") if isinstance(tree.get(k), Mapping)), tree)
+    if not isinstance(tree, Mapping):
+        raise CorruptFile(f"{file}: holds a {type(tree).__name__}, not a dictionary of tensors.")
+    for tensor, ref in tree.items():
+        if isinstance(ref, TensorRef):
+            found.tensors.append(stored_ref(str(tensor), ref))
+        else:
+            found.others[str(tensor)] = type(ref).__name__
+
+
+def stored_ref(tensor: str, ref: TensorRef, rank: int = 0, chunk: int = 0) -> Stored:
+    """A tensor of a torch file as a stored one."""
+    size = BY_NAME[ref.dtype].size
+    span = size + sum((n - 1) * s * size for n, s in zip(ref.shape, ref.strides, strict=True)) if all(ref.shape) else 0
+    buffer = Buffer(str(ref.file), ref.offset, span, tensor)
+    strides = tuple(s * size for s in ref.strides)
+    box = StoredBox((0,) * len(ref.shape), tuple(ref.shape), buffer, strides)
+    return Stored(tensor, ref.dtype, tuple(ref.shape), (box,), rank, chunk)
+
+
+def _check_index(found: Found, index: dict[str, str] | None) -> None:
+    """The index and the shards must name the same tensors."""
+    if not index:
+        return
+    held: dict[str, set[str]] = {}
+    for tensor in found.tensors:
+        held.setdefault(Path(tensor.boxes[0].buffer.file).name, set()).add(tensor.name)
+    for tensor, file in index.items():
+        if file in held and tensor not in held[file]:
+            elsewhere = [f for f, names in held.items() if tensor in names]
+            where = f"it is in {elsewhere[0]}" if elsewhere else "no shard has it"
+            found.problems.add(tensor, f"the index puts it into {file}, but {where}")
+    named = set(index.values())
+    for file, names in held.items():
+        for tensor in sorted(names - index.keys()) if file in named else ():
+            found.problems.add(tensor, f"is in {file}, but the index does not name it")
+
+
+def _check_duplicates(found: Found, index: dict[str, str] | None) -> None:
+    """A tensor in two files: the index decides if they agree byte for byte, otherwise nobody can."""
+    first: dict[str, Stored] = {}
+    kept: list[Stored] = []
+    for tensor in found.tensors:
+        other = first.setdefault(tensor.name, tensor)
+        if other is tensor:
+            kept.append(tensor)
+            continue
+        a, b = other.boxes[0].buffer, tensor.boxes[0].buffer
+        files = f"{Path(a.file).name} and {Path(b.file).name}"
+        if (other.shape, other.dtype) != (tensor.shape, tensor.dtype) or not same_bytes(a, b):
+            found.problems.add(tensor.name, f"is in {files} with different contents", "delete the stale file")
+        else:
+            found.notes.append(f"{tensor.name} is in {files}, with equal contents")
+        if index and index.get(tensor.name) == Path(b.file).name:
+            kept[kept.index(other)] = first[tensor.name] = tensor
+    found.tensors = kept
+
+
+def same_bytes(a: Buffer, b: Buffer, chunk: int = 1 << 22) -> bool:
+    """Whether two buffers hold the same bytes."""
+    if a.size != b.size:
+        return False
+    with open(a.file, "rb") as left, open(b.file, "rb") as right:
+        left.seek(a.begin)
+        right.seek(b.begin)
+        done = 0
+        while done < a.size:
+            step = min(chunk, a.size - done)
+            if left.read(step) != right.read(step):
+                return False
+            done += step
+    return True
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def lay_out(
+    locals_: Sequence[Local], dtype_of: DTypeOf, *, max_shard: int, weight_map: Mapping[str, str] | None = None
+) -> Target:
+    """Cut the tensors into shards and give each its bytes.
+
+    max_shard    bytes of tensors in a file, at most (a larger tensor gets a file for itself)
+    weight_map   the source's own cut into shards; used when it names exactly these tensors
+    """
+    target = Target()
+    dtypes = {id(local): dtype_of(local.named) for local in locals_}
+    groups = _as_before(locals_, weight_map) or _greedy(locals_, dtypes, max_shard)
+    total = sum(nbytes(local, dtypes[id(local)]) for local in locals_)
+    for file, members in groups.items():
+        # The library's order: larger element types first, then by name (safetensors/src/tensor.rs, `prepare`).
+        members = sorted(members, key=lambda x: (-BY_NAME[dtypes[id(x)]].size, x.name))
+        entries = [(x.name, dtypes[id(x)], x.shape) for x in members]
+        header = encode_header(entries, {"format": "pt"})
+        at = len(header)
+        for local in members:
+            size = nbytes(local, dtypes[id(local)])
+            target.place(local, Buffer(file, at, size, local.name), dtypes[id(local)])
+            at += size
+        target.files.append(TargetFile(file, at, ((0, header),)))
+    if list(groups) != [SINGLE]:
+        names = {x.name: file for file, members in groups.items() for x in members}
+        parameters = sum(_elements(x) for x in locals_)
+        target.texts[INDEX] = index_json(names, total, parameters)
+    return target
+
+
+def index_json(weight_map: Mapping[str, str], total: int, parameters: int) -> bytes:
+    """`model.safetensors.index.json` as transformers writes it."""
+    index: dict[str, Any] = {
+        "metadata": {"total_parameters": parameters, "total_size": total},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _elements(local: Local) -> int:
+    count = 1
+    for length in local.shape:
+        count *= length
+    return count
+
+
+def _as_before(locals_: Sequence[Local], weight_map: Mapping[str, str] | None) -> dict[str, list[Local]] | None:
+    """The shards of the source, if its index names exactly the tensors that are to be written."""
+    if weight_map is None or {x.name for x in locals_} != set(weight_map):
+        return None
+    groups: dict[str, list[Local]] = {file: [] for file in sorted(set(weight_map.values()))}
+    for local in locals_:
+        groups[weight_map[local.name]].append(local)
+    return groups
+
+
+def _greedy(locals_: Sequence[Local], dtypes: Mapping[int, str], limit: int) -> dict[str, list[Local]]:
+    """Fill one shard after the other, in the order of the tensors, as huggingface_hub's
+    `split_state_dict_into_shards_factory` does."""
+    shards: list[list[Local]] = [[]]
+    filled = 0
+    for local in locals_:
+        size = nbytes(local, dtypes[id(local)])
+        if shards[-1] and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(local)
+        filled += size
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards)}

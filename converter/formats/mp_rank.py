@@ -1,0 +1,249 @@
+"""Megatron's per-rank files: `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`, virtual chunks as `model0`, `model1`, ….
+
+Names: megatron/training/checkpointing.py, `get_checkpoint_name`. Layer and expert numbers are local to the file; which
+tensors a rank holds, and which rows of them, is `placement.MegatronPlacement`, the same for reading and writing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...mappings.schema import skeleton
+from ..errors import SourceError
+from ..layout import View
+from ..mesh import Mesh, Pipeline, from_counts, rank_at
+from ..placement import Local, MegatronPlacement
+from ..sidefiles import find_hf
+from ..slots import Buffer
+from .base import DTypeOf, Found, Stored, StoredBox, Target, TargetFile, by_rank
+from .hf import stored_ref
+from .torch_dist import RELEASE, TRACKER, arguments, common_state, iteration_directory
+from .torchfile import TensorRef, TensorSpec, plan, read
+
+name = "mp_rank"
+FILE = "model_optim_rng.pt"
+_DIRECTORY = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+Coordinates = tuple[int, int, int]
+"""TP, PP and EP rank of a file."""
+
+
+def _holds(path: Path) -> bool:
+    return path.is_dir() and any(_DIRECTORY.fullmatch(p.name) and (p / FILE).exists() for p in path.iterdir())
+
+
+def detect(path: Path) -> Path | None:
+    """The directory with the `mp_rank_*` ones: `path`, the one its tracker names, or its newest `iter_*`."""
+    return iteration_directory(path, _holds)
+
+
+def read_checkpoint(path: Path) -> Found:
+    """The pickles of all ranks; tensors are only located."""
+    where = detect(path) or path
+    found = Found(name, path, where, hf=find_hf(path, where, where.parent))
+    files = {p.name: p / FILE for p in sorted(where.iterdir()) if _DIRECTORY.fullmatch(p.name)}
+    trees: dict[str, Any] = {}
+    for directory, file in files.items():
+        try:
+            trees[directory] = read(file)
+            found.files[str(file)] = file.stat().st_size
+        except SourceError as error:
+            found.problems.found.extend(error.problems)
+            if not error.problems:
+                found.problems.add(str(file), error.what, error.hint)
+        except OSError as error:
+            found.problems.add(str(file), f"cannot be read: {error.strerror or error}")
+    first = next(iter(trees.values()), {})
+    found.args = arguments(first.get("args")) if isinstance(first, Mapping) else None
+    if isinstance(first, Mapping) and isinstance(first.get("iteration"), int):
+        found.facts["iteration"] = first["iteration"]
+    coordinates = _coordinates(list(trees), found.args)
+    found.facts["coordinates"] = list(coordinates.values())
+    for rank, (directory, tree) in enumerate(trees.items()):
+        _collect(tree, rank, files[directory], found)
+    return found
+
+
+def _coordinates(directories: Sequence[str], args: Mapping[str, Any] | None) -> dict[str, Coordinates]:
+    """TP, PP and EP rank from a directory's name. One suffix alone is PP, unless the arguments say PP 1 and EP more."""
+    only_ep = (
+        bool(args)
+        and args.get("pipeline_model_parallel_size") == 1
+        and (args.get("expert_model_parallel_size") or 1) > 1
+    )
+    found = {}
+    for directory in directories:
+        match = _DIRECTORY.fullmatch(directory)
+        assert match is not None
+        tp, second, third = (int(g) if g else 0 for g in match.groups())
+        found[directory] = (tp, 0, second) if only_ep and match.group(3) is None else (tp, second, third)
+    return found
+
+
+def _collect(tree: Any, rank: int, file: Path, found: Found) -> None:
+    if not isinstance(tree, Mapping):
+        found.problems.add(str(file), f"holds a {type(tree).__name__}, not a dictionary")
+        return
+    chunks = sorted(k for k in tree if re.fullmatch(r"model\d*", str(k)))
+    if not chunks:
+        found.problems.add(str(file), "has no 'model' in it", f"it holds {', '.join(map(str, list(tree)[:6]))}")
+    for chunk, key in enumerate(chunks):
+        for tensor, value in _flat(tree[key], ""):
+            if isinstance(value, TensorRef):
+                found.tensors.append(stored_ref(tensor, value, rank, chunk))
+            else:
+                found.others[tensor] = type(value).__name__
+    for key in tree.keys() - set(chunks) - {"args", "checkpoint_version", "iteration"}:
+        found.others[str(key)] = "no weights"
+
+
+def _flat(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Nested dictionaries of older versions as dotted names."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
+# ------------------------------------------------------------------------------------------------ what it means
+
+
+def mesh_of(found: Found, view: View) -> tuple[Mesh, Pipeline, int | None]:
+    """The mesh, the pipeline and the padded vocabulary that these files were written with: counted, not believed."""
+    coordinates: list[Coordinates] = found.facts["coordinates"]
+    tp, pp, ep = (max((c[axis] for c in coordinates), default=0) + 1 for axis in range(3))
+    vpp = max((t.chunk for t in found.tensors), default=0) + 1
+    keys = dict(view._by_key.items())
+    counts = [[0] * vpp for _ in range(pp)]
+    mtp_at: tuple[int, int] | None = None
+    vocab, expert_rows = None, Counter[int]()
+    for stored in found.tensors:
+        key, numbers = skeleton(stored.name)
+        stage = coordinates[stored.rank][1]
+        for row in keys.get(key, [])[:1]:
+            if row.place == "layer" and numbers:
+                counts[stage][stored.chunk] = max(counts[stage][stored.chunk], numbers[0] + 1)
+            if row.place == "mtp":
+                mtp_at = (stage, stored.chunk)
+            if row.pad:
+                vocab = max(vocab or 0, stored.shape[0] * tp)
+            if row.expert and row.cut:
+                whole = view.geometry(row).shape
+                for have, full in zip(stored.shape, whole, strict=False):
+                    if have and full != have and full % have == 0:
+                        expert_rows[full // have] += 1
+    etp = expert_rows.most_common(1)[0][0] if expert_rows else (1 if ep > 1 or not view.dims.get("e") else tp)
+    if not expert_rows and view.dims.get("e"):
+        etp = 1
+    mesh = Mesh(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp if view.dims.get("e") else None)
+    return mesh, from_counts(counts, mtp=mtp_at is not None, mtp_at=mtp_at), vocab
+
+
+def match(
+    found: Found, view: View, unwrap: Any
+) -> tuple[list[tuple[Any, Stored, int]], list[tuple[Stored, str]], Mesh]:
+    """Give every stored tensor its place in the whole. Returns matches, the unmatched with the reason, and the mesh."""
+    mesh, pipe, vocab = mesh_of(found, view)
+    total = sum(len(chunk.layers) for stage in pipe.chunks for chunk in stage)
+    if total != view.dims["layers"]:
+        found.problems.add(str(found.where), f"its files hold {total} layers, the config says {view.dims['layers']}")
+        return [], [], mesh
+    _check_files(found, mesh)
+    if found.problems:
+        return [], [], mesh
+    placement = MegatronPlacement(view, mesh, pipe, vocab, per_rank=True)
+    wanted: dict[tuple[Coordinates, int, str], list[Local]] = {}
+    for local in placement.locals(lambda row: True, check=False):
+        rank = rank_at(mesh, local.rank)
+        wanted.setdefault(((rank.tp, rank.pp, rank.ep), local.chunk, local.name), []).append(local)
+    matched, unmatched = [], []
+    for stored in found.tensors:
+        place = found.facts["coordinates"][stored.rank]
+        candidates = wanted.get((place, stored.chunk, unwrap(stored.name)), [])
+        fits = next((c for c in candidates if c.shape == stored.shape), None)
+        if fits is not None:
+            matched.append((fits.named, _boxes(stored, fits), fits.copy))
+        elif candidates:
+            unmatched.append(
+                (stored, f"has shape {list(stored.shape)}, the config makes it {list(candidates[0].shape)}")
+            )
+        else:
+            unmatched.append((stored, ""))
+    return matched, unmatched, mesh
+
+
+def _check_files(found: Found, mesh: Mesh) -> None:
+    """Every rank of the mesh must have its file."""
+    present = set(found.facts["coordinates"])
+    stage = MegatronFiles(mesh)
+    for number in stage.numbers():
+        rank = rank_at(mesh, number)
+        if (rank.tp, rank.pp, rank.ep) not in present:
+            found.problems.add(
+                directory_name(mesh, (rank.tp, rank.pp, rank.ep)), "is missing; every rank's file is needed"
+            )
+
+
+class MegatronFiles:
+    """The ranks whose files exist: one for each TP, PP and EP rank."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def numbers(self) -> Iterator[int]:
+        seen = set()
+        for number in range(self.mesh.world):
+            rank = rank_at(self.mesh, number)
+            if (rank.tp, rank.pp, rank.ep) not in seen:
+                seen.add((rank.tp, rank.pp, rank.ep))
+                yield number
+
+
+def _boxes(stored: Stored, local: Local) -> Stored:
+    """The stored local tensor as boxes of the whole one."""
+    source = stored.boxes[0]
+    strides = source.strides
+    assert strides is not None
+    boxes = []
+    for piece in local.pieces:
+        shift = sum(a * s for a, s in zip(piece.at, strides, strict=True))
+        buffer = Buffer(source.buffer.file, source.buffer.begin + shift, source.buffer.size - shift, stored.name)
+        boxes.append(StoredBox(piece.lo, piece.hi, buffer, strides))
+    return Stored(stored.name, stored.dtype, local.total, tuple(boxes), stored.rank, stored.chunk)
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def directory_name(mesh: Mesh, at: Coordinates) -> str:
+    """`mp_rank_TT[_PPP][_EEE]`."""
+    tp, pp, ep = at
+    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if mesh.pp > 1 else "") + (f"_{ep:03d}" if mesh.ep > 1 else "")
+
+
+def lay_out(locals_: Sequence[Local], dtype_of: DTypeOf, args: Mapping[str, Any], mesh: Mesh) -> Target:
+    """A root with `release/` and a file for every rank."""
+    target = Target()
+    grouped = dict(by_rank(locals_))
+    for number in MegatronFiles(mesh).numbers():
+        rank = rank_at(mesh, number)
+        file = f"{RELEASE}/{directory_name(mesh, (rank.tp, rank.pp, rank.ep))}/{FILE}"
+        members = grouped.get(number, [])
+        tree = common_state(args)
+        for chunk in range(mesh.vpp):
+            key = "model" if mesh.vpp == 1 else f"model{chunk}"
+            tree[key] = {
+                x.name: TensorSpec(dtype_of(x.named), x.shape, (chunk, x.name)) for x in members if x.chunk == chunk
+            }
+        torch_file = plan(tree, archive="model_optim_rng")
+        for local in members:
+            key = (local.chunk, local.name)
+            buffer = Buffer(file, torch_file.tensors[key], torch_file.nbytes[key], local.name)
+            target.place(local, buffer, dtype_of(local.named))
+        target.files.append(TargetFile(file, torch_file.size, tuple(torch_file.segments), number))
+    target.texts[TRACKER] = RELEASE.encode()
+    return target
