@@ -1,0 +1,190 @@
+"""Runs a plan: gather an atom's pieces, digest them in the atom's own order, scatter them to their homes.
+
+An atom is handled in chunks along its leading axes, so memory is workers × a few chunks whatever the model's size.
+Threads suffice: reading, writing, copying and hashing all release the GIL.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+
+import numpy as np
+import xxhash
+
+from .codecs import Array, bits, cast, has_nan
+from .dtypes import BY_NAME
+from .errors import Problems
+from .plan import AtomPlan
+from .rawio import Files, read_box, write_box
+from .slots import Box, Ints, Slot, intersect
+
+MIB = 1 << 20
+ALGORITHM = "xxh3_128"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """workers: threads. memory: bytes that all chunks in flight may take together."""
+
+    workers: int = 2
+    memory: int = 384 * MIB
+
+    @property
+    def chunk(self) -> int:
+        """Bytes of one chunk. A worker holds up to four: gathered, cast, made contiguous, and a replica."""
+        return max(1 * MIB, min(32 * MIB, self.memory // (4 * max(1, self.workers))))
+
+
+def chunks(shape: Ints, itemsize: int, limit: int) -> Iterator[Box]:
+    """Cut an atom into boxes of at most `limit` bytes that follow each other in row-major order.
+
+    >>> [b.sizes for b in chunks((3, 4), 1, 8)]
+    [(2, 4), (1, 4)]
+    """
+    inner = itemsize
+    axis = len(shape)
+    while axis > 0 and inner * shape[axis - 1] <= limit:
+        axis -= 1
+        inner *= shape[axis]
+    if axis == 0:
+        yield Box((0,) * len(shape), tuple(shape))
+        return
+    axis -= 1
+    step = max(1, limit // inner)
+    for lead in product(*(range(n) for n in shape[:axis])):
+        for start in range(0, shape[axis], step):
+            stop = min(start + step, shape[axis])
+            rest = shape[axis + 1 :]
+            yield Box((*lead, start, *(0 for _ in rest)), (*(x + 1 for x in lead), stop, *rest))
+
+
+def _inside(array: Array, outer: Box, box: Box) -> Array:
+    """The view of `box` in an array that holds `outer`."""
+    return array[tuple(slice(a - o, b - o) for a, b, o in zip(box.lo, box.hi, outer.lo, strict=True))]
+
+
+def gather(files: Files, slots: Sequence[Slot], box: Box) -> Array:
+    """The elements of one box of an atom, from wherever they lie, as raw bits in row-major order."""
+    out = np.empty(box.sizes, bits(BY_NAME[slots[0].dtype].size))
+    for slot in slots:
+        common = intersect(slot.box, box)
+        if common is not None:
+            read_box(files, slot, common, _inside(out, box, common))
+    return out
+
+
+def content_digest(files: Files, slots: Sequence[Slot], shape: Ints, limit: int) -> str:
+    """Digest of an atom's bytes in its own order: equal wherever the same values are stored, however they are cut."""
+    h = xxhash.xxh3_128()
+    for box in chunks(shape, BY_NAME[slots[0].dtype].size, limit):
+        h.update(gather(files, slots, box).reshape(-1).view(np.uint8).data)
+    return h.hexdigest()
+
+
+@dataclass
+class Shared:
+    """What the workers of one run share: a way to stop, progress, and findings."""
+
+    stop: threading.Event = field(default_factory=threading.Event)
+    problems: Problems = field(default_factory=Problems)
+    advance: Callable[[int], None] = lambda n: None
+
+
+def transfer(
+    atom: AtomPlan, source: Files, target: Files | None, limit: int, shared: Shared, *, allow_nan: bool = False
+) -> str:
+    """Move one atom and return the digest of what was written. A replica that differs, or a NaN, joins the problems."""
+    h = xxhash.xxh3_128()
+    size = BY_NAME[atom.source_dtype].size
+    differing: set[str] = set()
+    poisoned = False
+    for box in chunks(atom.shape, size, limit):
+        data = gather(source, atom.source, box)
+        for replica in atom.replicas:
+            other = cast(gather(source, replica, box), replica[0].dtype, atom.source_dtype)
+            if not np.array_equal(data, other):
+                differing.add(replica[0].buffer.name)
+        if not (allow_nan or poisoned) and has_nan(data, atom.source_dtype):
+            poisoned = True
+            first = atom.source[0].buffer.name
+            shared.problems.add(
+                first, f"holds NaN (in {atom.name})", "a broken save; --allow-nan converts it all the same"
+            )
+        shared.advance(data.nbytes)
+        data = cast(data, atom.source_dtype, atom.target_dtype)
+        h.update(data.reshape(-1).view(np.uint8).data)
+        for slot in atom.target if target is not None else ():
+            common = intersect(slot.box, box)
+            if common is not None and target is not None:
+                write_box(target, slot, common, _inside(data, box, common))
+    for name in sorted(differing):
+        first = atom.source[0].buffer.name
+        shared.problems.add(atom.name, f"its copies differ: {name} is not equal to {first}", "which one is right?")
+    return h.hexdigest()
+
+
+def run_all(work: Iterable[tuple[int, Callable[[], None]]], workers: int, stop: threading.Event) -> None:
+    """Run jobs (bytes, action) on threads, small ones in batches. The first exception stops all and is raised."""
+    batches: list[list[Callable[[], None]]] = []
+    filled = 0
+    for size, action in work:
+        if not batches or filled >= 8 * MIB or len(batches[-1]) >= 64:
+            batches.append([])
+            filled = 0
+        batches[-1].append(action)
+        filled += size
+
+    def run(batch: list[Callable[[], None]]) -> None:
+        for action in batch:
+            if stop.is_set():
+                return
+            try:
+                action()
+            except BaseException:
+                stop.set()
+                raise
+
+    with ThreadPoolExecutor(max(1, workers), thread_name_prefix="areal") as pool:
+        for future in [pool.submit(run, batch) for batch in batches]:
+            future.result()
+
+
+def atom_bytes(slots: Sequence[Slot]) -> int:
+    """Bytes that some homes of an atom hold together."""
+    return sum(s.box.volume * BY_NAME[s.dtype].size for s in slots)
+
+
+def digest_all(
+    atoms: Mapping[str, Sequence[Sequence[Slot]]], shapes: Mapping[str, Ints], limits: Limits, shared: Shared
+) -> dict[str, list[str]]:
+    """Content digests of every copy of every atom (atom → copies → slots)."""
+    files, result = Files(), {name: [""] * len(copies) for name, copies in atoms.items()}
+
+    def job(name: str, n: int, slots: Sequence[Slot]) -> Callable[[], None]:
+        def action() -> None:
+            result[name][n] = content_digest(files, slots, shapes[name], limits.chunk)
+            shared.advance(atom_bytes(slots))
+
+        return action
+
+    order = [
+        (slots[0].buffer.file, slots[0].buffer.begin, name, n, slots)
+        for name, c in atoms.items()
+        for n, slots in enumerate(c)
+    ]
+    order.sort(key=lambda x: x[:2])
+    try:
+        run_all(((atom_bytes(s), job(name, n, s)) for _, _, name, n, s in order), limits.workers, shared.stop)
+    finally:
+        files.close()
+    return result
+
+
+def elements(shape: Ints) -> int:
+    """How many elements a shape has."""
+    return prod(shape)

@@ -1,0 +1,228 @@
+"""Opens a checkpoint of any format: detection, config, table, names, slots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..mappings import FAMILIES, table
+from ..mappings.megatron_args import config_from_args
+from ..mappings.schema import Table, skeleton
+from ..mappings.torch_dist import global_rows
+from .checkpoint import (
+    Checkpoint,
+    Matched,
+    check_total,
+    dropped,
+    family_of,
+    find_config,
+    lay_down,
+    match_names,
+    not_a_checkpoint,
+    sizes,
+)
+from .errors import ConfigError, SourceError
+from .formats import dcp, hf, mp_rank, torch_dist
+from .formats.base import Found
+from .formats.dcpfile import read as read_index
+from .layout import View
+from .roots import ROOTS, group_of, unwrap
+
+FORMATS = ("hf", "torch_dist", "mp_rank", "dcp", "archon")
+ALIASES = {"megatron": "torch_dist"}
+
+
+def format_name(text: str) -> str:
+    """The format that a user means. Raises ConfigError for a name that is none."""
+    name = ALIASES.get(text, text)
+    if name not in FORMATS:
+        raise ConfigError(
+            f"There is no format {text!r}.", hint=f"Formats: {', '.join(FORMATS)} (megatron = torch_dist)."
+        )
+    return name
+
+
+@cache
+def naming_keys() -> dict[str, frozenset[str]]:
+    """Every tensor name that the tables know, by naming: what tells two DCP directories apart."""
+    keys: dict[str, set[str]] = {"dcp": set(), "archon": set(), "torch_dist": set()}
+    for family in FAMILIES:
+        t = table(family)
+        keys["dcp"] |= {r.key for r in t.hf}
+        keys["archon"] |= {r.key for r in t.archon}
+        for stacked in (True, False):
+            keys["torch_dist"] |= {r.key for r in global_rows(t.megatron, stacked=stacked)}
+    return {name: frozenset(found) for name, found in keys.items()}
+
+
+def naming_of(names: Sequence[str]) -> str | None:
+    """Whose names these are: `dcp` (Hugging Face's), `archon`, `torch_dist` (Megatron's), or None."""
+    known = naming_keys()
+    scores: Counter[str] = Counter()
+    for name in names:
+        plain = unwrap(name)
+        for root in ROOTS:
+            if plain.startswith(root):
+                key = skeleton(plain.removeprefix(root))[0]
+                scores.update(n for n, keys in known.items() if key in keys)
+    return scores.most_common(1)[0][0] if scores else None
+
+
+def detect(path: Path) -> str | None:
+    """The format of a directory, from what is in it."""
+    if torch_dist.detect(path):
+        return "torch_dist"
+    if mp_rank.detect(path):
+        return "mp_rank"
+    if dcp.detect(path):
+        return "dcp"
+    return "hf" if hf.detect(path) else None
+
+
+def read_headers(path: Path, also: Sequence[Path] = ()) -> Found:
+    """What is on disk, whatever the format. Raises NotACheckpoint when it is none."""
+    name = detect(path)
+    if name == "torch_dist":
+        return torch_dist.read_checkpoint(path, also)
+    if name == "mp_rank":
+        return mp_rank.read_checkpoint(path)
+    if name == "hf":
+        return hf.read_checkpoint(path)
+    if name is None:
+        raise not_a_checkpoint(path, FORMATS)
+    where = dcp.detect(path) or path
+    naming = naming_of(list(read_index(where, also).tensors)) or "dcp"
+    if naming == "torch_dist":
+        return torch_dist.read_checkpoint(path, also)
+    return dcp.read_checkpoint(path, naming, also)
+
+
+def open_checkpoint(
+    path: str | Path,
+    *,
+    hf_config: str | Path | None = None,
+    family: str | None = None,
+    also: Sequence[str | Path] = (),
+    tie: bool | None = None,
+    drop: Sequence[str] = (),
+) -> Checkpoint:
+    """Open a checkpoint: read its headers and say where every atom of the model lies. No tensor is read.
+
+    path       directory (or a single weights file) in any format
+    hf_config  directory with the model's `config.json`, for checkpoints that carry none
+    family     table to use instead of the config's `model_type`
+    also       further directories over which a DCP's files are spread
+    tie        whether the head is the embedding, against the config
+    drop       regular expressions of stored names to leave behind
+
+    What is wrong with the tensors is collected in `problems`; call `check()` to raise it. Raises NotACheckpoint,
+    ConfigError, UnknownFamily, UnsafePickle or CorruptFile when it cannot even come that far.
+    """
+    root = Path(path)
+    found = read_headers(root, [Path(p) for p in also])
+    config, origin = find_config(found, Path(hf_config) if hf_config else None, config_from_args)
+    known = family_of(config, family)
+    dims = sizes(known, config, origin)
+    ckpt = Checkpoint(found, config, origin, known, View((), dims), notes=list(found.notes), problems=found.problems)
+    if origin.startswith("derived"):
+        ckpt.notes.append(f"no config.json: {origin}")
+    if tie is not None:
+        _set_tie(ckpt, tie)
+    _describe(ckpt, drop)
+    return ckpt
+
+
+def _set_tie(ckpt: Checkpoint, tie: bool) -> None:
+    ckpt.view.dims["tied"] = int(tie)  # type: ignore[index]
+    if bool(ckpt.config.get("tie_word_embeddings", False)) != tie:
+        ckpt.config["tie_word_embeddings"] = tie
+        ckpt.dialect.setdefault("config_changes", {})["tie_word_embeddings"] = tie
+
+
+def _describe(ckpt: Checkpoint, drop: Sequence[str]) -> None:
+    """Match names, settle what only the tensors can tell (MTP, ties), lay the slots down, check that all is there."""
+    dims = dict(ckpt.view.dims)
+    matched = _match(ckpt, dims, drop)
+    if dims["mtp"] and not any(named.layer >= dims["layers"] for named, _, _ in matched):
+        ckpt.notes.append("the config announces MTP layers, none are stored: the model is taken without them")
+        dims["mtp"] = 0
+        matched = _match(ckpt, dims, drop)
+    if any(named.row.form == "stored_tie" for named, _, _ in matched) and _untied(matched):
+        ckpt.notes.append("the config ties the head to the embedding, but both are stored and differ: both are kept")
+        _set_tie(ckpt, False)
+        dims["tied"] = 0
+        matched = _match(ckpt, dims, drop)
+    ckpt.atoms = ckpt.view.atoms()
+    lay_down(matched, ckpt.slots)
+    _dialect(ckpt, matched)
+    if not ckpt.problems:
+        check_total(ckpt)
+
+
+def _view(ckpt: Checkpoint, dims: dict[str, int]) -> View:
+    t: Table = ckpt.table
+    if ckpt.format in ("hf", "dcp"):
+        return View(t.hf, dims)
+    if ckpt.format == "archon":
+        return View(t.archon, dims)
+    if ckpt.format == "mp_rank":
+        return View(t.megatron, dims)
+    stacked = not any(skeleton(s.name)[0].startswith("decoder.layers.{}.") for s in ckpt.found.tensors)
+    ckpt.dialect["layers"] = "stacked" if stacked else "indexed"
+    return View(global_rows(t.megatron, stacked=stacked), dims)
+
+
+def _match(ckpt: Checkpoint, dims: dict[str, int], drop: Sequence[str]) -> list[Matched]:
+    ckpt.view = view = _view(ckpt, dims)
+    ckpt.drops.clear()
+    ckpt.problems.found[:] = ckpt.problems.found[: ckpt.dialect.setdefault("_read_problems", len(ckpt.problems.found))]
+    family = Table(
+        ckpt.table.name, ckpt.table.dims, (), (), drops=(*ckpt.table.drops, *((p, "asked for") for p in drop))
+    )
+    if ckpt.format != "mp_rank":
+        matched, drops, root = match_names(view, family, ckpt.found, ckpt.problems)
+        ckpt.drops.update(drops)
+        ckpt.dialect["root"] = root
+        return matched
+    try:
+        matched, unmatched, mesh = mp_rank.match(ckpt.found, view, unwrap)
+    except SourceError as error:
+        ckpt.problems.add(str(ckpt.path), error.what, error.hint)
+        return []
+    ckpt.dialect["mesh"] = str(mesh)
+    for stored, fault in unmatched:
+        reason = group_of(stored.name) or dropped(family, unwrap(stored.name))
+        if reason:
+            ckpt.drops[stored.name] = reason
+        else:
+            ckpt.problems.add(stored.name, fault or "the family's table has no tensor of this name on this rank")
+    ckpt.drops.update({name: group_of(name) or f"no tensor ({kind})" for name, kind in ckpt.found.others.items()})
+    return matched
+
+
+def _untied(matched: list[Matched]) -> bool:
+    """Whether a stored head and the embedding that it should equal differ in any byte."""
+    by_form: dict[bool, Any] = {}
+    for named, stored, _ in matched:
+        if any(a.name == "embed" for a in named.row.atoms) and named.row.place != "mtp_first":
+            by_form.setdefault(named.row.form == "stored_tie", stored)
+    a, b = by_form.get(False), by_form.get(True)
+    if a is None or b is None or len(a.boxes) != len(b.boxes):
+        return a is not None and b is not None
+    return (a.dtype, a.shape) != (b.dtype, b.shape) or not all(
+        hf.same_bytes(x.buffer, y.buffer) for x, y in zip(a.boxes, b.boxes, strict=True)
+    )
+
+
+def _dialect(ckpt: Checkpoint, matched: list[Matched]) -> None:
+    """How the tensors are written down, for the report and for the way back."""
+    ckpt.dialect.pop("_read_problems", None)
+    forms = Counter(named.row.form for named, _, _ in matched if named.row.form)
+    ckpt.dialect["forms"] = sorted(forms)
+    for named, stored, _ in matched:
+        if named.row.pad and named.geometry.pad_dim >= 0:
+            ckpt.dialect["vocab"] = {"true": ckpt.view.dims["v"], "stored": stored.shape[named.geometry.pad_dim]}
+            break

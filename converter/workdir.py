@@ -1,0 +1,264 @@
+"""Where a conversion writes until it is whole: a directory beside the target, with a journal of what is done.
+
+The target appears by one rename, after every byte was synced. A conversion that was killed leaves only the directory
+beside it; `--resume` reads the journal and does what is left.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .errors import ConvertError, TargetError
+
+PARTIAL, REPLACED = ".areal-partial", ".areal-replaced"
+JOURNAL = ".areal-journal"
+
+
+def partial_of(target: Path) -> Path:
+    """The directory in which `target` is being made."""
+    return target.with_name(target.name + PARTIAL)
+
+
+def check_target(target: Path, *, overwrite: bool, resume: bool, known: Callable[[Path], bool]) -> None:
+    """Refuse a target that is in the way. Raises TargetError; changes nothing."""
+    partial, replaced = partial_of(target), target.with_name(target.name + REPLACED)
+    if replaced.exists() and not target.exists():
+        os.rename(replaced, target)  # killed between the two renames of an overwrite: the old one comes back
+    if target.exists() and not target.is_dir():
+        raise TargetError(f"{target} is a file, not a directory.", hint="Choose another target.")
+    if target.exists() and any(target.iterdir()):
+        if not overwrite:
+            raise TargetError(
+                f"{target} exists and is not empty.", hint="Pass --overwrite to replace it, or choose another."
+            )
+        if not known(target):
+            raise TargetError(
+                f"{target} is not a checkpoint, and --overwrite replaces only checkpoints.", hint="Delete it yourself."
+            )
+    if partial.exists() and not (overwrite or resume):
+        raise TargetError(
+            f"{partial} is an unfinished conversion.", hint="Pass --resume to finish it, or --overwrite to start again."
+        )
+
+
+class WorkDir:
+    """The unfinished target. Use as a context manager: it holds a lock, so that two conversions cannot share it."""
+
+    def __init__(self, target: Path, plan_digest: str, *, resume: bool) -> None:
+        self.target, self.path, self.plan_digest = target, partial_of(target), plan_digest
+        self.resume = resume
+        self.done: dict[str, str] = {}
+        self._pending: list[tuple[str, str, tuple[str, ...]]] = []
+        self._lock, self._wake, self._over = threading.Lock(), threading.Event(), False
+        self._thread: threading.Thread | None = None
+        self._failed: BaseException | None = None
+
+    def __enter__(self) -> WorkDir:
+        with explained(self.path):
+            if self.path.exists() and not self.resume:
+                self._take_lock()
+                self._release()
+                shutil.rmtree(self.path)
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            self._read_journal()
+            self._journal = open(self.path / JOURNAL, "a", encoding="utf-8")
+            if not self.done:
+                self._append({"plan": self.plan_digest})
+        self._thread = threading.Thread(target=self._flush_loop, name="areal-flush", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop_flushing()
+        self._journal.close()
+        self._release()
+        if kind is None or not self.path.exists():
+            return
+        if not self.done and not self._pending:
+            shutil.rmtree(self.path, ignore_errors=True)  # nothing in it is worth resuming
+
+    # ---- lock
+
+    def _take_lock(self) -> None:
+        self._fd = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as problem:
+            os.close(self._fd)
+            if problem.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            raise TargetError(f"{self.target}: another conversion is writing it at this moment.") from None
+
+    def _release(self) -> None:
+        os.close(self._fd)
+
+    # ---- journal
+
+    def _read_journal(self) -> None:
+        path = self.path / JOURNAL
+        if not path.exists():
+            return
+        entries = []
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                entries.append(json.loads(line))
+            except ValueError:
+                break  # a line that a kill cut short; what follows was never written
+        if entries and entries[0].get("plan") != self.plan_digest:
+            raise TargetError(
+                f"{self.path} was begun with another source, other options or another version.",
+                hint="Repeat the command as it was, or pass --overwrite to start again.",
+            )
+        for entry in entries[1:]:
+            self.done.update(entry.get("done", {}))
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        self._journal.write(json.dumps(entry) + "\n")
+        self._journal.flush()
+        os.fdatasync(self._journal.fileno())
+
+    def finished(self, atom: str, digest: str, files: Iterable[str]) -> None:
+        """An atom is in its files. It is journalled once those are on disk."""
+        with self._lock:
+            self._pending.append((atom, digest, tuple(files)))
+
+    def _flush_loop(self) -> None:
+        try:
+            while not self._over:
+                self._wake.wait(1.0)
+                self._flush()
+        except BaseException as problem:
+            self._failed = problem
+
+    def _flush(self) -> None:
+        """Sync the files that changed, then write down what is in them: this order makes the journal true."""
+        with self._lock:
+            pending, self._pending = self._pending, []
+        if not pending:
+            return
+        for name in sorted({f for _, _, files in pending for f in files}):
+            sync_file(self.path / name)
+        self._append({"done": {atom: digest for atom, digest, _ in pending}})
+        self.done.update({atom: digest for atom, digest, _ in pending})
+
+    def _stop_flushing(self) -> None:
+        self._over = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    # ---- files
+
+    def allocate(self, name: str, size: int) -> None:
+        """Make a file of `size` zero bytes with its blocks reserved, so that a full disk shows before any work."""
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.stat().st_size == size and self.done:
+            return
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            os.ftruncate(fd, size)
+            try:
+                if size:
+                    os.posix_fallocate(fd, 0, size)
+            except OSError as problem:
+                if problem.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                    raise
+        finally:
+            os.close(fd)
+
+    def write_text(self, name: str, data: bytes) -> None:
+        """A small file, whole."""
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def sync(self) -> None:
+        """Every file and directory on disk."""
+        self._stop_flushing()
+        if self._failed is not None:
+            raise self._failed
+        self._flush()
+        files = [p for p in self.path.rglob("*") if p.is_file()]
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(sync_file, files))
+        for directory in [self.path, *(p for p in self.path.rglob("*") if p.is_dir())]:
+            sync_file(directory)
+
+    def publish(self) -> None:
+        """The target appears, whole. An older one that is replaced goes only then."""
+        replaced = self.target.with_name(self.target.name + REPLACED)
+        (self.path / JOURNAL).unlink()
+        sync_file(self.path)
+        if self.target.exists() and any(self.target.iterdir()):
+            if replaced.exists():
+                shutil.rmtree(replaced)
+            os.rename(self.target, replaced)
+        os.rename(self.path, self.target)
+        sync_file(self.target.parent)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+
+
+def sync_file(path: Path) -> None:
+    """fsync a file or a directory."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class explained:
+    """Turns an OSError from writing a target into a TargetError that says what happened and what to do."""
+
+    def __init__(self, path: Path, needed: int = 0) -> None:
+        self.path, self.needed = path, needed
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, OSError) or isinstance(error, ConvertError):
+            return
+        place = error.filename or self.path
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise TargetError(f"{place}: the disk (or the quota) is full.", hint=self._room()) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise TargetError(
+                f"{place}: cannot be written: {error.strerror}.", hint="Check its owner and mount."
+            ) from error
+        raise TargetError(f"{place}: {error.strerror or error}.") from error
+
+    def _room(self) -> str:
+        parent = next(p for p in (self.path, *self.path.parents) if p.exists())
+        free = shutil.disk_usage(parent).free
+        needed = f"{self.needed / 1e9:.2f} GB are needed, " if self.needed else ""
+        return f"{needed}{free / 1e9:.2f} GB are free. Make room and pass --resume, or choose another target."
+
+
+def check_room(target: Path, needed: int) -> None:
+    """Raise TargetError when the file system has not enough room, before anything is written."""
+    parent = next(p for p in (target, *target.absolute().parents) if p.exists())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise TargetError(
+            f"{target}: {needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free.",
+            hint="Choose another target.",
+        )
