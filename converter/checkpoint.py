@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..mappings import FAMILIES, table
-from ..mappings.schema import Atom, Row, Table
+from ..mappings.schema import AXES, Atom, Row, Table
 from .dtypes import BY_NAME
 from .errors import ConfigError, NotACheckpoint, Problems, SourceError, UnknownFamily
 from .layout import Named, View, slots_in
 from .roots import best_root, group_of, unwrap
+from .scaled import VALUES
 from .sidefiles import find_hf, read_config
-from .slots import Ints, Slot, row_major, tiles
+from .slots import Ints, Scale, Slot, row_major, tiles
 
 ALTERNATE = 1 << 16
 """Copies of an atom that stand under another name are numbered from here on (a stored tied head, an MTP copy)."""
@@ -87,11 +88,29 @@ def sizes(family: Table, config: Mapping[str, Any], where: str) -> dict[str, int
         raise ConfigError(
             f"{where}: the field {error.args[0]!r} is missing; the family {family.name} needs it."
         ) from None
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
         raise ConfigError(f"{where}: a size is no sensible number: {error}") from None
+    _check_sizes(family, dims, where)
     if dims["n"] % dims["g"]:
         raise ConfigError(f"{where}: {dims['n']} attention heads do not divide into {dims['g']} KV groups.")
     return dims
+
+
+_LARGEST = {"layers": 10_000, "mtp": 100, "e": 100_000}
+_MAY_BE_ZERO = {"f", "mtp", "tied", "e", "m", "a", "s", "q_lora", "moe_first"}
+
+
+def _check_sizes(family: Table, dims: Mapping[str, int], where: str) -> None:
+    """Sizes that no model has end here, and not in a table of 10⁸ layers."""
+    problems = Problems()
+    for name, size in dims.items():
+        smallest = 0 if name in _MAY_BE_ZERO or "_" in name or "." in name else 1
+        largest = _LARGEST.get(name, 1 << 40)
+        if not smallest <= size <= largest:
+            problems.add(AXES.get(name, name), f"is {size}; between {smallest} and {largest} was expected")
+    if not dims.get("moe_step", 1):
+        problems.add("decoder_sparse_step", "is 0")
+    problems.raise_as(ConfigError, f"{where}: sizes that the family {family.name} cannot have:")
 
 
 Matched = tuple[Named, Any, int]
@@ -100,11 +119,14 @@ Matched = tuple[Named, Any, int]
 
 def match_names(view: View, family: Table, found: Any, problems: Problems) -> tuple[list[Matched], dict[str, str], str]:
     """Give every stored tensor its meaning. Returns matches, drops (name → reason) and the root that was removed."""
+    scales = block_scales(found, problems)
     plain = {t.name: unwrap(t.name) for t in found.tensors}
     root = best_root(plain.values(), lambda n: view.resolve(n, ())[0] is not None)
     matched: list[Matched] = []
     drops: dict[str, str] = {}
     for stored in found.tensors:
+        if stored.name in scales:
+            continue
         name = plain[stored.name]
         inside = name.removeprefix(root)
         named, fault = view.resolve(inside, stored.shape) if name.startswith(root) else (None, "is outside the weights")
@@ -122,6 +144,32 @@ def match_names(view: View, family: Table, found: Any, problems: Problems) -> tu
     for name, kind in found.others.items():
         drops[name] = group_of(unwrap(name)) or f"no tensor ({kind})"
     return matched, drops, root
+
+
+SCALES = ("_scale_inv", "_scale")
+"""Suffixes of a weight's block scales: DeepSeek's, and the same under Quark's name. Both multiply."""
+
+BLOCK = 128
+"""Rows and columns to one factor where the config does not say (`quantization_config.weight_block_size`)."""
+
+
+def block_scales(found: Any, problems: Problems) -> dict[str, Any]:
+    """Tensors that are another's block scales, by name. Their weights are told of them (`Stored.scale`)."""
+    by_name = {t.name: t for t in found.tensors}
+    scales: dict[str, Any] = {}
+    for n, weight in enumerate(found.tensors):
+        if not weight.dtype.startswith("F8_"):
+            continue
+        scale = next((by_name[weight.name + s] for s in SCALES if weight.name + s in by_name), None)
+        if scale is None:
+            problems.add(weight.name, f"is {weight.dtype} without scales", f"no {weight.name}{SCALES[0]} is stored")
+            continue
+        blocks = tuple(-(-length // BLOCK) for length in weight.shape)
+        if len(weight.shape) != 2 or scale.shape != blocks or len(scale.boxes) != 1:
+            problems.add(scale.name, f"has shape {list(scale.shape)}; blocks of {BLOCK} × {BLOCK} make {list(blocks)}")
+        scales[scale.name] = scale
+        found.tensors[n] = replace(weight, scale=scale)
+    return scales
 
 
 def dropped(family: Table, name: str) -> str | None:
@@ -143,11 +191,14 @@ def lay_down(matched: Iterable[Matched], slots: dict[str, list[Slot]]) -> None:
                 known.append(key)
             base = known.index(key) * ALTERNATE
             if base:
-                slot = Slot(slot.box, slot.buffer, slot.offset, slot.strides, slot.dtype, base + copy)
+                slot = replace(slot, copy=base + copy)
             slots.setdefault(atom, []).append(slot)
 
 
 def _slots(named: Named, stored: Any, copy: int) -> Iterator[tuple[str, Slot]]:
+    if stored.scale is not None:
+        yield from scaled_slots(named, stored, copy)
+        return
     size = BY_NAME[stored.dtype].size
     for box in stored.boxes:
         hi = tuple(map(min, box.hi, named.geometry.shape))
@@ -155,6 +206,21 @@ def _slots(named: Named, stored: Any, copy: int) -> Iterator[tuple[str, Slot]]:
             continue  # padding only
         strides = box.strides or row_major(tuple(b - a for a, b in zip(box.lo, box.hi, strict=True)), size)
         yield from slots_in(named, box.lo, hi, box.buffer, 0, strides, stored.dtype, copy)
+
+
+def scaled_slots(named: Named, stored: Any, copy: int) -> Iterator[tuple[str, Slot]]:
+    """Slots of a block-scaled matrix: bytes as they are stored, values as bfloat16."""
+    source, (box,) = stored.scale, stored.boxes
+    strides = row_major(stored.shape, 1)
+    places = {p.atom.name.format(i=named.layer, e=named.expert): p for p in named.geometry.places}
+    for atom, slot in slots_in(named, box.lo, box.hi, box.buffer, 0, strides, VALUES, copy):
+        place = places[atom]
+        rows, cols = (
+            tuple(s if d == dim else 0 for s, d in zip(place.stride, place.dim, strict=True)) for dim in (0, 1)
+        )
+        buffer = source.boxes[0].buffer
+        scale = Scale(buffer, source.shape, source.dtype, stored.dtype, (BLOCK, BLOCK), rows, cols, place.base)  # type: ignore[arg-type]
+        yield atom, replace(slot, scale=scale)
 
 
 def check_total(ckpt: Checkpoint) -> None:

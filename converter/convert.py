@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from ..mappings.megatron_args import args_from_config
 from ..mappings.schema import Row
@@ -29,13 +32,13 @@ from .formats import dcp, hf, mp_rank, torch_dist
 from .formats.base import Target
 from .layout import Named, View
 from .mesh import Mesh, Pipeline, pipeline
-from .opening import detect, format_name, open_checkpoint
+from .opening import format_name, open_checkpoint
 from .placement import FsdpPlacement, Local, MegatronPlacement, padded_vocab, undivided
 from .plan import AtomPlan, Plan, copies_of, join
 from .rawio import Files
-from .sidefiles import HF, INDEX, MANIFEST, collect
+from .sidefiles import HF, INDEX, MANIFEST, collect, read_json
 from .verify import copies_digests
-from .workdir import WorkDir, check_room, check_target, explained
+from .workdir import WorkDir, check_room, check_target, explained, settle_target
 
 GB = 1_000_000_000
 
@@ -49,7 +52,9 @@ class Options:
     experts     `per_expert` or `fused`: how Hugging Face names hold experts; None: as the source did, or as the format
                 does
     spec        `te` or `local`: whose norm names per-rank Megatron files use
-    grouped     experts of per-rank Megatron files in the grouped form (`mlp.experts.linear_fc1.weight0`)
+    megatron_experts  experts of per-rank Megatron files: `grouped` (`mlp.experts.linear_fc1.weight0`, TE's),
+                `sequential` (`local_experts.0.…`) or `legacy` (`mlp.experts.weight1`); None: grouped with TE's spec,
+                else sequential
     vocab_divisor  Megatron pads the vocabulary to a multiple of this × TP
     root        what to put before every name of a `dcp` (`model.`, say)
     allow_nan   convert a checkpoint that holds NaNs
@@ -59,7 +64,7 @@ class Options:
     max_shard: int = 5 * GB
     experts: str | None = None
     spec: str = "te"
-    grouped: bool | None = None
+    megatron_experts: str | None = None
     vocab_divisor: int = 128
     root: str = ""
     allow_nan: bool = False
@@ -106,9 +111,11 @@ class Planned:
         }
 
     def exactness(self) -> str:
-        """The worst that happens to any value: `bitwise`, `widen` or `narrow`."""
+        """The worst that happens to any value: `bitwise`, `widen`, `dequant` or `narrow`."""
         kinds = {exactness(a.source_dtype, a.target_dtype) for a in self.plan.atoms}
-        return max(kinds, key=("bitwise", "widen", "narrow").index, default="bitwise")
+        if any(a.source[0].scale is not None for a in self.plan.atoms):
+            kinds.add("dequant")
+        return max(kinds, key=("bitwise", "widen", "dequant", "narrow").index, default="bitwise")
 
 
 def plan(
@@ -198,10 +205,11 @@ def _place(
         "pipeline": mesh.layout or str(mesh.pp),
     }
     if name == "mp_rank":
-        grouped = options.grouped if options.grouped is not None else options.spec == "te"
-        forms = {"", options.spec, "grouped" if grouped else "sequential"}
-        dialect |= {"spec": options.spec, "grouped": grouped}
-        placed = MegatronPlacement(View(t.megatron, dims), mesh, pipe, vocab, per_rank=True).locals(_forms(forms))
+        experts = options.megatron_experts or ("grouped" if options.spec == "te" else "sequential")
+        dialect |= {"spec": options.spec} | ({"experts": experts} if dims.get("e") else {})
+        placed = MegatronPlacement(View(t.megatron, dims), mesh, pipe, vocab, per_rank=True).locals(
+            _forms({"", options.spec, experts})
+        )
         return placed, pipe, vocab, dialect
     stacked = not always_indexed(t.megatron, dims)
     dialect["layers"] = "stacked" if stacked else "indexed"
@@ -232,7 +240,8 @@ def _experts_form(ckpt: Checkpoint, name: str) -> str:
     if name == "dcp":
         return "fused"
     for dialect in (ckpt.dialect, *_earlier_dialects(ckpt)):
-        forms = dialect.get("forms", [])
+        forms = dialect.get("forms")
+        forms = forms if isinstance(forms, list) else []
         if ckpt.format in ("hf",) or dialect is not ckpt.dialect:
             for form in ("fused", "per_expert"):
                 if form in forms:
@@ -245,7 +254,8 @@ def _earlier_dialects(ckpt: Checkpoint) -> Iterator[Mapping[str, Any]]:
     source = (manifest.read(ckpt.path) or {}).get("source")
     while isinstance(source, Mapping):
         if source.get("format") == "hf":
-            yield source.get("dialect") or {}
+            dialect = source.get("dialect")
+            yield dialect if isinstance(dialect, Mapping) else {}
         source = source.get("origin")
 
 
@@ -332,7 +342,7 @@ def _weight_map(ckpt: Checkpoint, options: Options) -> dict[str, str] | None:
     if options.max_shard != Options.max_shard or ckpt.found.hf is None or not (ckpt.found.hf / INDEX).is_file():
         return None
     try:
-        weights = json.loads((ckpt.found.hf / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        weights = read_json(ckpt.found.hf / INDEX)["weight_map"]
         return {str(k): str(v) for k, v in weights.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -350,7 +360,9 @@ def side_config(ckpt: Checkpoint, options: Options) -> dict[str, Any] | None:
             if key in ckpt.config and ckpt.config[key] != wanted:
                 changes[key] = wanted
     derived = not ckpt.config_from.endswith("config.json")
-    return {**ckpt.config, **changes} if changes or derived else None
+    if not changes and not derived:
+        return None
+    return {k: v for k, v in {**ckpt.config, **changes}.items() if k not in changes or changes[k] is not None}
 
 
 def _side_files(planned: Planned) -> tuple[dict[str, bytes], list[str]]:
@@ -362,7 +374,10 @@ def _side_files(planned: Planned) -> tuple[dict[str, bytes], list[str]]:
     for name, path in files.items():
         if name == INDEX and planned.format == "hf":
             continue
-        texts[prefix + name] = path.read_bytes()
+        try:
+            texts[prefix + name] = path.read_bytes()
+        except OSError as error:
+            raise SourceError(f"{path}: cannot be read: {error.strerror}.") from error
     changed = side_config(ckpt, planned.options)
     if changed is not None:
         texts[prefix + "config.json"] = (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
@@ -417,34 +432,57 @@ def convert(
     The target appears only when it is whole and on disk. `verify` reads everything back and compares content digests.
     Raises a ConvertError of the kind that fits; the source is never modified.
     """
-    path = Path(target)
-    _refuse_overlap(source.path if isinstance(source, Checkpoint) else Path(source), path)
-    check_target(path, overwrite=overwrite, resume=resume, known=lambda p: detect(p) is not None)
+    with explained(Path(target)):
+        path = settle_target(target)
+        inputs = [source.path if isinstance(source, Checkpoint) else source, *opening.get("also", ())]
+        _refuse_overlap([Path(p) for p in (*inputs, opening.get("hf_config")) if p is not None], path)
+        check_target(path, overwrite=overwrite, resume=resume)
     planned = plan(source, to, mesh, options, **opening)
-    return run(planned, path, resume=resume, verify=verify, limits=limits or Limits(), progress=progress)
+    _refuse_overlap([Path(p).parent for p in planned.source.found.files], path)
+    return run(planned, path, resume=resume, overwrite=overwrite, verify=verify, limits=limits, progress=progress)
 
 
-def _refuse_overlap(source: Path, target: Path) -> None:
-    a, b = source.resolve(), target.resolve()
-    if a == b or a in b.parents or b in a.parents:
-        raise TargetError(f"{target} and the source {source} lie inside each other.", hint="Choose another target.")
+def _refuse_overlap(inputs: Sequence[Path], target: Path) -> None:
+    b = target.resolve()
+    for source in dict.fromkeys(inputs):
+        a = source.resolve()
+        if a == b or a in b.parents or b in a.parents:
+            raise TargetError(f"{target} and the source {source} lie inside each other.", hint="Choose another target.")
+
+
+def identity(planned: Planned) -> str:
+    """What a resumed conversion must find unchanged: the plan, and the source's files with sizes and times."""
+    h = xxhash.xxh3_128(planned.plan.digest.encode())
+    for name in sorted(planned.source.found.files):
+        stat = os.stat(name)
+        h.update(f"{name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}".encode(errors="surrogateescape"))
+    return h.hexdigest()
 
 
 def run(
-    planned: Planned, path: Path, *, resume: bool, verify: bool, limits: Limits, progress: Progress | None
+    planned: Planned,
+    path: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    verify: bool = True,
+    limits: Limits | None = None,
+    progress: Progress | None = None,
 ) -> Result:
     """Move the bytes of a plan into `path`."""
+    limits = limits or Limits()
     texts, left = _side_files(planned)
     target = planned.target
     texts |= {name: text if isinstance(text, bytes) else text() for name, text in target.texts.items()}
     total = sum(f.size for f in target.files) + sum(map(len, texts.values()))
     check_room(path, total if not resume else 0)
     result = Result(planned, path, left_behind=left)
-    with explained(path, total), WorkDir(path, planned.plan.digest, resume=resume) as work:
-        result.resumed = len(work.done)
+    with explained(path, total), WorkDir(path, identity(planned), resume=resume, overwrite=overwrite) as work:
         start = time.perf_counter()
-        for file in target.files:
-            work.allocate(file.name, file.size)
+        work.keep_only({f.name for f in target.files})
+        new = {file.name for file in target.files if work.allocate(file.name, file.size)}
+        work.forget_all_but({a.name for a in planned.plan.atoms if not any(s.buffer.file in new for s in a.target)})
+        result.resumed = len(work.done)
         _move(planned, work, limits, progress, result)
         for name, data in texts.items():
             work.write_text(name, data)

@@ -31,8 +31,13 @@ class Problem:
     hint: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.about}: {self.what}"
-        return f"{text} ({self.hint})" if self.hint else text
+        text = self.what if self.what.startswith(self.about) else f"{self.about}: {self.what}"
+        return printable(f"{text} ({self.hint})" if self.hint else text)
+
+
+def printable(text: str) -> str:
+    """Names come from files: control characters and lone surrogates are shown, not sent to the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 class ConvertError(Exception):
@@ -47,12 +52,12 @@ class ConvertError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
-        lines = [self.what]
+        lines = [printable(self.what)]
         lines += [f"  - {problem}" for problem in self.problems[: self.shown]]
         if len(self.problems) > self.shown:
             lines.append(f"  … and {len(self.problems) - self.shown} more")
         if self.hint:
-            lines.append(self.hint)
+            lines.append(printable(self.hint))
         return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -68,9 +69,25 @@ def _inside(array: Array, outer: Box, box: Box) -> Array:
     return array[tuple(slice(a - o, b - o) for a, b, o in zip(box.lo, box.hi, outer.lo, strict=True))]
 
 
-def gather(files: Files, slots: Sequence[Slot], box: Box) -> Array:
-    """The elements of one box of an atom, from wherever they lie, as raw bits in row-major order."""
-    out = np.empty(box.sizes, bits(BY_NAME[slots[0].dtype].size))
+_held = threading.local()
+
+
+def _staging(box: Box, dtype: np.dtype[Any], which: str) -> Array:
+    """This thread's buffer, shaped for a box. Fresh memory for each chunk would cost a page fault every 4 KiB."""
+    size = box.volume * dtype.itemsize
+    buffer: Array | None = getattr(_held, which, None)
+    if buffer is None or buffer.nbytes < size:
+        buffer = np.empty(max(size, 1 << 20), np.uint8)
+        setattr(_held, which, buffer)
+    return buffer[:size].view(dtype).reshape(box.sizes)
+
+
+def gather(files: Files, slots: Sequence[Slot], box: Box, which: str = "first") -> Array:
+    """The elements of one box of an atom, from wherever they lie, as raw bits in row-major order.
+
+    The array is this thread's buffer (`which` of its two) and is overwritten by the next call.
+    """
+    out = _staging(box, bits(BY_NAME[slots[0].dtype].size), which)
     for slot in slots:
         common = intersect(slot.box, box)
         if common is not None:
@@ -106,9 +123,9 @@ def transfer(
     for box in chunks(atom.shape, size, limit):
         data = gather(source, atom.source, box)
         for replica in atom.replicas:
-            other = cast(gather(source, replica, box), replica[0].dtype, atom.source_dtype)
+            other = cast(gather(source, replica, box, "second"), replica[0].dtype, atom.source_dtype)
             if not np.array_equal(data, other):
-                differing.add(replica[0].buffer.name)
+                differing.add(_whereabouts(replica[0]))
         if not (allow_nan or poisoned) and has_nan(data, atom.source_dtype):
             poisoned = True
             first = atom.source[0].buffer.name
@@ -123,9 +140,14 @@ def transfer(
             if common is not None and target is not None:
                 write_box(target, slot, common, _inside(data, box, common))
     for name in sorted(differing):
-        first = atom.source[0].buffer.name
+        first = _whereabouts(atom.source[0])
         shared.problems.add(atom.name, f"its copies differ: {name} is not equal to {first}", "which one is right?")
     return h.hexdigest()
+
+
+def _whereabouts(slot: Slot) -> str:
+    """A tensor and its file, the way a user would look for it."""
+    return f"{slot.buffer.name} in {'/'.join(slot.buffer.file.split('/')[-2:])}"
 
 
 def run_all(work: Iterable[tuple[int, Callable[[], None]]], workers: int, stop: threading.Event) -> None:
@@ -150,8 +172,13 @@ def run_all(work: Iterable[tuple[int, Callable[[], None]]], workers: int, stop: 
                 raise
 
     with ThreadPoolExecutor(max(1, workers), thread_name_prefix="areal") as pool:
-        for future in [pool.submit(run, batch) for batch in batches]:
-            future.result()
+        try:
+            for future in [pool.submit(run, batch) for batch in batches]:
+                future.result()
+        except BaseException:  # Ctrl-C too: what is queued is not begun
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
 def atom_bytes(slots: Sequence[Slot]) -> int:

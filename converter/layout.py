@@ -171,6 +171,10 @@ class View:
         """Decoder and MTP layers together."""
         return self.dims["layers"] + self.dims.get("mtp", 0)
 
+    def rows_of(self, key: str) -> list[Row]:
+        """The rows whose names look like this, numbers aside (see `skeleton`)."""
+        return self._by_key.get(key, [])
+
     def geometry(self, row: Row) -> Geometry:
         geo = self._geometry.get(id(row))
         if geo is None:

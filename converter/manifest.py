@@ -6,6 +6,7 @@ Nothing in it depends on when or where it was made, so that the same conversion 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from .checkpoint import Checkpoint
 from .execute import ALGORITHM
-from .sidefiles import MANIFEST
+from .sidefiles import MANIFEST, read_json
 
 SCHEMA = 1
 
@@ -46,7 +47,7 @@ def build(
         "dialect": dict(dialect),
         "plan": plan_digest,
         "digest": ALGORITHM,
-        "drops": dict(source.drops),
+        "drops": dict(sorted(Counter(source.drops.values()).items())),
         "atoms": {name: list(entry) for name, entry in sorted(atoms.items())},
     }
 
@@ -70,9 +71,9 @@ def read(directory: Path) -> dict[str, Any] | None:
     for place in (directory, directory.parent):
         path = place / MANIFEST
         try:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            manifest = read_json(path)
+        except ValueError:
             continue
-        if isinstance(manifest, dict) and isinstance(manifest.get("atoms"), dict):
+        if path.is_file() and isinstance(manifest, dict) and isinstance(manifest.get("atoms"), dict):
             return manifest
     return None

@@ -24,7 +24,7 @@ from .checkpoint import (
     not_a_checkpoint,
     sizes,
 )
-from .errors import ConfigError, SourceError
+from .errors import ConfigError, NotACheckpoint, SourceError
 from .formats import dcp, hf, mp_rank, torch_dist
 from .formats.base import Found
 from .formats.dcpfile import read as read_index
@@ -85,6 +85,8 @@ def detect(path: Path) -> str | None:
 def read_headers(path: Path, also: Sequence[Path] = ()) -> Found:
     """What is on disk, whatever the format. Raises NotACheckpoint when it is none."""
     name = detect(path)
+    if name is None:
+        _check_tracker(path)
     if name == "torch_dist":
         return torch_dist.read_checkpoint(path, also)
     if name == "mp_rank":
@@ -94,10 +96,26 @@ def read_headers(path: Path, also: Sequence[Path] = ()) -> Found:
     if name is None:
         raise not_a_checkpoint(path, FORMATS)
     where = dcp.detect(path) or path
-    naming = naming_of(list(read_index(where, also).tensors)) or "dcp"
+    naming = naming_of(list(read_index(where, also, only=dcp.is_weight).tensors)) or "dcp"
     if naming == "torch_dist":
-        return torch_dist.read_checkpoint(path, also)
+        return torch_dist.read_checkpoint(where, also)
     return dcp.read_checkpoint(path, naming, also)
+
+
+def _check_tracker(path: Path) -> None:
+    """A run's root whose tracker names a checkpoint that is not there, or none that is read."""
+    named = torch_dist.tracked(path)
+    if named is None:
+        return
+    if not named.is_dir():
+        others = ", ".join(sorted(p.name for p in path.glob("iter_*"))) or "none"
+        raise NotACheckpoint(
+            f"{path / torch_dist.TRACKER} names {named.name}, which is not there.",
+            hint=f"Checkpoints here: {others}. Give the path of one of them.",
+        )
+    if (named / torch_dist.BACKEND).is_file():
+        torch_dist.read_backend(named)
+    raise NotACheckpoint(f"{named} (named by {path / torch_dist.TRACKER}) holds no checkpoint that is read.")
 
 
 def open_checkpoint(
@@ -155,11 +173,26 @@ def _describe(ckpt: Checkpoint, drop: Sequence[str]) -> None:
         _set_tie(ckpt, False)
         dims["tied"] = 0
         matched = _match(ckpt, dims, drop)
+    if any(stored.scale is not None for _, stored, _ in matched):
+        ckpt.dialect["quantised"] = "fp8, blocks of 128 × 128"
+        ckpt.dialect.setdefault("config_changes", {})["quantization_config"] = None
+        ckpt.notes.append("FP8 weights are read as the bfloat16 values that they stand for (dequantised in fp32)")
+    if ckpt.format == "hf":
+        _refuse_surplus_rows(ckpt, matched)
     ckpt.atoms = ckpt.view.atoms()
     lay_down(matched, ckpt.slots)
     _dialect(ckpt, matched)
     if not ckpt.problems:
         check_total(ckpt)
+
+
+def _refuse_surplus_rows(ckpt: Checkpoint, matched: list[Matched]) -> None:
+    """Hugging Face's files hold no padding: rows beyond the config's vocabulary mean that one of both is wrong."""
+    for named, stored, _ in matched:
+        pad = named.geometry.pad_dim
+        if pad >= 0 and stored.shape[pad] > named.geometry.shape[pad]:
+            what = f"has {stored.shape[pad]} rows, the config's vocab_size is {named.geometry.shape[pad]}"
+            ckpt.problems.add(stored.name, what, "correct vocab_size, or trim the tensor")
 
 
 def _view(ckpt: Checkpoint, dims: dict[str, int]) -> View:

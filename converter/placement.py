@@ -198,6 +198,8 @@ class MegatronPlacement:
             spans = [(0, range(0))]
         elif named.expert >= 0:
             spans = [(named.expert // per_ep, range(0))]
+        elif self.per_rank:
+            spans = [(ep, range(ep * per_ep, (ep + 1) * per_ep)) for ep in range(mesh.ep)]
         else:
             spans = [(e // per_ep, range(e, e + 1)) for e in range(dims["e"])]
         parts = (mesh.expert_tp if row.expert else mesh.tp) if cut else 1

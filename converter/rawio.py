@@ -10,16 +10,18 @@ import ctypes
 import mmap
 import os
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from threading import local
 from typing import Any
 
 import numpy as np
 
-from .codecs import Array, bits
+from .codecs import Array, bits, cast
 from .dtypes import BY_NAME
-from .errors import CorruptFile
-from .slots import Box, Ints, Slot, runs, starts
+from .errors import CorruptFile, SourceError
+from .scaled import dequantise, slabs
+from .slots import Box, Ints, Scale, Slot, runs, starts
 
 BLOCK = 32 * 1024
 """Rows at least this long (bytes) are read and written one by one; shorter ones through a mapping."""
@@ -50,7 +52,12 @@ class Files:
             return held[name]
         if len(held) >= _OPEN_FILES:
             os.close(held.popitem(last=False)[1])
-        held[name] = os.open(self.root / name if self.root else name, self.flags | os.O_CLOEXEC)
+        try:
+            held[name] = os.open(self.root / name if self.root else name, self.flags | os.O_CLOEXEC)
+        except OSError as error:
+            if self.flags != os.O_RDONLY:
+                raise
+            raise SourceError(f"{name}: cannot be read: {error.strerror}.") from error
         return held[name]
 
     def close(self) -> None:
@@ -64,7 +71,10 @@ def read_exactly(fd: int, buffer: memoryview, offset: int, name: str) -> None:
     """Fill `buffer` from the file. Raises CorruptFile when the file ends before."""
     done = 0
     while done < len(buffer):
-        got = os.preadv(fd, [buffer[done:]], offset + done)
+        try:
+            got = os.preadv(fd, [buffer[done:]], offset + done)
+        except OSError as error:
+            raise SourceError(f"{name}: cannot be read at byte {offset + done}: {error.strerror}.") from error
         if got == 0:
             raise CorruptFile(f"{name}: the file ends at byte {offset + done}, {len(buffer) - done} bytes too early.")
         done += got
@@ -94,6 +104,9 @@ def _strided(memory: Any, start: int, sizes: Ints, strides: Ints, itemsize: int)
 
 def read_box(files: Files, slot: Slot, box: Box, out: Array) -> None:
     """Copy one box of an atom from its slot into `out` (raw bits, the box's shape, any strides)."""
+    if slot.scale is not None:
+        _read_scaled(files, slot, slot.scale, box, out)
+        return
     itemsize = BY_NAME[slot.dtype].size
     sizes, offset, fd = box.sizes, slot.at(box.lo), files.fd(slot.buffer.file)
     run = runs(sizes, slot.strides, itemsize)
@@ -115,6 +128,19 @@ def read_box(files: Files, slot: Slot, box: Box, out: Array) -> None:
         read_exactly(fd, data[n * run.block : (n + 1) * run.block], offset + start, slot.buffer.file)
     if whole is not out:
         np.copyto(out, whole)
+
+
+def _read_scaled(files: Files, slot: Slot, scale: Scale, box: Box, out: Array) -> None:
+    """The values of a block-scaled weight, a slab at a time."""
+    stored = np.empty(scale.shape, bits(BY_NAME[scale.dtype].size))
+    read_exactly(files.fd(scale.buffer.file), _bytes(stored), scale.buffer.begin, scale.buffer.file)
+    factors = cast(stored, scale.dtype, "F32").view(np.float32)
+    plain = replace(slot, dtype=scale.stored, scale=None)
+    for part in slabs(box):
+        raw = np.empty(part.sizes, bits(1))
+        read_box(files, plain, part, raw)
+        inside = tuple(slice(a - o, b - o) for a, b, o in zip(part.lo, part.hi, box.lo, strict=True))
+        out[inside] = dequantise(raw, factors, scale, part)
 
 
 def write_box(files: Files, slot: Slot, box: Box, data: Array) -> None:

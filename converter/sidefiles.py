@@ -63,12 +63,22 @@ def find_hf(*places: Path) -> Path | None:
     return None
 
 
+def read_json(path: Path) -> Any:
+    """The contents of a JSON file. Raises ValueError for anything that is none, however it is broken."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(error.strerror or str(error)) from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """`config.json` as a dict. Raises ConfigError when it is no JSON object."""
     path = directory / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = read_json(path)
+    except ValueError as error:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: holds a {type(config).__name__}, not an object")

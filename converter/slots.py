@@ -64,11 +64,30 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Scale:
+    """Block scales of a quantised matrix: where they are, and how an atom's axes run over its rows and columns.
+
+    stored      the matrix' element type on disk; `block` rows and columns to one factor
+    rows, cols  for each axis of the atom, how far it moves along rows and columns; `base` where it begins
+    """
+
+    buffer: Buffer
+    shape: Ints
+    dtype: str
+    stored: str
+    block: tuple[int, int]
+    rows: Ints
+    cols: Ints
+    base: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Slot:
     """Where one box of one atom lives.
 
     offset   of the box's first element, in bytes from the start of `buffer`
     strides  bytes between neighbours, for each axis of the atom
+    dtype    of the values; what is stored differs only where there is a `scale`
     copy     0 for the tensor itself; others are replicas (TP ranks' norms, EP ranks' dense weights, tied heads)
     """
 
@@ -78,6 +97,7 @@ class Slot:
     strides: Ints
     dtype: str
     copy: int = 0
+    scale: Scale | None = None
 
     def at(self, lo: Ints) -> int:
         """Byte offset in the file of the element `lo` (in the atom's coordinates)."""
@@ -199,4 +219,4 @@ def runs(sizes: Ints, strides: Ints, itemsize: int) -> Run:
 
 def starts(run: Run) -> Iterable[int]:
     """Byte offset of every block of a run, in the order of the axes."""
-    return (sum(offsets) for offsets in product(*(range(0, n * s, s) for n, s in run.loops)))
+    return (sum(offsets) for offsets in product(*([i * s for i in range(n)] for n, s in run.loops)))

@@ -12,13 +12,15 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .errors import ConvertError, TargetError
+from .errors import ConvertError, SourceError, TargetError, VerifyError
+from .human import size_text
+from .sidefiles import MANIFEST
 
 PARTIAL, REPLACED = ".areal-partial", ".areal-replaced"
 JOURNAL = ".areal-journal"
@@ -29,34 +31,70 @@ def partial_of(target: Path) -> Path:
     return target.with_name(target.name + PARTIAL)
 
 
-def check_target(target: Path, *, overwrite: bool, resume: bool, known: Callable[[Path], bool]) -> None:
-    """Refuse a target that is in the way. Raises TargetError; changes nothing."""
+def settle_target(target: str | Path) -> Path:
+    """The target as an absolute path. Raises TargetError for one that a rename could not make: a link, a mount point,
+    a name that is too long."""
+    path = Path(os.path.abspath(target))
+    if "\0" in str(path) or len(os.fsencode(path.name + PARTIAL)) > 255 or not path.name:
+        raise TargetError(f"{str(target)!r} is no name for a new directory.", hint="Choose another target.")
+    if path.is_symlink():
+        raise TargetError(f"{path} is a symbolic link.", hint=f"Give the directory itself: {path.resolve()}")
+    if os.path.ismount(path) or (path.is_dir() and path.stat().st_dev != path.parent.stat().st_dev):
+        raise TargetError(
+            f"{path} is a mount point, which nothing can be renamed to.", hint="Choose a directory inside it."
+        )
+    return path
+
+
+def check_target(target: Path, *, overwrite: bool, resume: bool) -> None:
+    """Refuse a target that is in the way. Raises TargetError; changes nothing but what a kill left half-done."""
     partial, replaced = partial_of(target), target.with_name(target.name + REPLACED)
     if replaced.exists() and not target.exists():
         os.rename(replaced, target)  # killed between the two renames of an overwrite: the old one comes back
-    if target.exists() and not target.is_dir():
-        raise TargetError(f"{target} is a file, not a directory.", hint="Choose another target.")
-    if target.exists() and any(target.iterdir()):
-        if not overwrite:
-            raise TargetError(
-                f"{target} exists and is not empty.", hint="Pass --overwrite to replace it, or choose another."
-            )
-        if not known(target):
-            raise TargetError(
-                f"{target} is not a checkpoint, and --overwrite replaces only checkpoints.", hint="Delete it yourself."
-            )
+    check_replaceable(target, overwrite=overwrite)
     if partial.exists() and not (overwrite or resume):
         raise TargetError(
             f"{partial} is an unfinished conversion.", hint="Pass --resume to finish it, or --overwrite to start again."
         )
 
 
-class WorkDir:
-    """The unfinished target. Use as a context manager: it holds a lock, so that two conversions cannot share it."""
+def check_replaceable(target: Path, *, overwrite: bool) -> None:
+    """Raise TargetError unless the target is free, or a checkpoint that the user wants replaced."""
+    if target.exists() and not target.is_dir():
+        raise TargetError(f"{target} is a file, not a directory.", hint="Choose another target.")
+    if not target.exists() or not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise TargetError(
+            f"{target} exists and is not empty.", hint="Pass --overwrite to replace it, or choose another."
+        )
+    if not is_checkpoint_itself(target):
+        raise TargetError(
+            f"{target} is not a checkpoint, and --overwrite replaces only checkpoints.", hint="Delete it yourself."
+        )
 
-    def __init__(self, target: Path, plan_digest: str, *, resume: bool) -> None:
-        self.target, self.path, self.plan_digest = target, partial_of(target), plan_digest
-        self.resume = resume
+
+def is_checkpoint_itself(path: Path) -> bool:
+    """Whether a directory is one checkpoint, ours or with weights directly in it; a run's root with several, or a
+    directory that merely has one somewhere inside, is not."""
+    if (path / MANIFEST).is_file():
+        return True
+    names = [p.name for p in path.iterdir()]
+    return any(
+        n == ".metadata" or n.endswith((".safetensors", ".distcp")) or n.startswith(("mp_rank_", "pytorch_model"))
+        for n in names
+    )
+
+
+class WorkDir:
+    """The unfinished target. Use as a context manager: it holds a lock, so that two conversions cannot share it.
+
+    identity   what must be the same for a resume: the plan, and the source's files with their sizes and times
+    """
+
+    def __init__(self, target: Path, identity: str, *, resume: bool, overwrite: bool) -> None:
+        self.target, self.path, self.identity = target, partial_of(target), identity
+        self.resume, self.overwrite = resume, overwrite
         self.done: dict[str, str] = {}
         self._pending: list[tuple[str, str, tuple[str, ...]]] = []
         self._lock, self._wake, self._over = threading.Lock(), threading.Event(), False
@@ -65,16 +103,16 @@ class WorkDir:
 
     def __enter__(self) -> WorkDir:
         with explained(self.path):
-            if self.path.exists() and not self.resume:
-                self._take_lock()
-                self._release()
-                shutil.rmtree(self.path)
+            new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            self._read_journal()
-            self._journal = open(self.path / JOURNAL, "a", encoding="utf-8")
-            if not self.done:
-                self._append({"plan": self.plan_digest})
+            try:
+                self._begin()
+            except BaseException:
+                if new:
+                    shutil.rmtree(self.path, ignore_errors=True)
+                self._release()
+                raise
         self._thread = threading.Thread(target=self._flush_loop, name="areal-flush", daemon=True)
         self._thread.start()
         return self
@@ -84,11 +122,25 @@ class WorkDir:
     ) -> None:
         self._stop_flushing()
         self._journal.close()
+        hopeless = isinstance(error, SourceError | VerifyError) or not (self.done or self._pending)
+        if kind is not None and hopeless and self.path.exists():
+            shutil.rmtree(self.path, ignore_errors=True)  # resuming would end the same way, or gain nothing
         self._release()
-        if kind is None or not self.path.exists():
-            return
-        if not self.done and not self._pending:
-            shutil.rmtree(self.path, ignore_errors=True)  # nothing in it is worth resuming
+
+    def _begin(self) -> None:
+        """Clear away what is not resumed, under the lock, and open the journal."""
+        if not self.resume:
+            for path in self.path.iterdir():
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        self._read_journal()
+        self._journal = open(self.path / JOURNAL, "a", encoding="utf-8")  # noqa: SIM115 - closed in __exit__
+        try:
+            if not self.done:
+                self._journal.truncate(0)
+                self._append({"plan": self.identity})
+        except BaseException:
+            self._journal.close()
+            raise
 
     # ---- lock
 
@@ -111,19 +163,24 @@ class WorkDir:
         path = self.path / JOURNAL
         if not path.exists():
             return
-        entries = []
+        entries: list[dict[str, Any]] = []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                entries.append(json.loads(line))
-            except ValueError:
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
                 break  # a line that a kill cut short; what follows was never written
-        if entries and entries[0].get("plan") != self.plan_digest:
+            if not isinstance(entry, dict):
+                break
+            entries.append(entry)
+        if entries and entries[0].get("plan") != self.identity:
             raise TargetError(
                 f"{self.path} was begun with another source, other options or another version.",
                 hint="Repeat the command as it was, or pass --overwrite to start again.",
             )
         for entry in entries[1:]:
-            self.done.update(entry.get("done", {}))
+            done = entry.get("done")
+            if isinstance(done, dict):
+                self.done.update({str(atom): str(digest) for atom, digest in done.items()})
 
     def _append(self, entry: dict[str, Any]) -> None:
         self._journal.write(json.dumps(entry) + "\n")
@@ -163,12 +220,15 @@ class WorkDir:
 
     # ---- files
 
-    def allocate(self, name: str, size: int) -> None:
-        """Make a file of `size` zero bytes with its blocks reserved, so that a full disk shows before any work."""
+    def allocate(self, name: str, size: int) -> bool:
+        """Make a file of `size` zero bytes with its blocks reserved, so that a full disk shows before any work.
+
+        Returns False when a resumed run finds the file as it left it.
+        """
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.stat().st_size == size and self.done:
-            return
+        if self.done and path.is_file() and not path.is_symlink() and path.stat().st_size == size:
+            return False
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
             os.ftruncate(fd, size)
@@ -180,6 +240,21 @@ class WorkDir:
                     raise
         finally:
             os.close(fd)
+        return True
+
+    def forget_all_but(self, atoms: set[str]) -> None:
+        """Take back what the journal says of other atoms: their file is gone, or the plan does not know them."""
+        self.done = {atom: digest for atom, digest in self.done.items() if atom in atoms}
+
+    def keep_only(self, names: set[str]) -> None:
+        """Remove what an earlier, killed run (or somebody else) left here and this run does not write."""
+        for path in sorted(self.path.rglob("*"), reverse=True):
+            relative = str(path.relative_to(self.path))
+            if path.is_dir() and not path.is_symlink():
+                if not any(path.iterdir()):
+                    path.rmdir()
+            elif relative not in names and relative != JOURNAL:
+                path.unlink()
 
     def write_text(self, name: str, data: bytes) -> None:
         """A small file, whole."""
@@ -201,6 +276,7 @@ class WorkDir:
 
     def publish(self) -> None:
         """The target appears, whole. An older one that is replaced goes only then."""
+        check_replaceable(self.target, overwrite=self.overwrite)  # again: it may have appeared meanwhile
         replaced = self.target.with_name(self.target.name + REPLACED)
         (self.path / JOURNAL).unlink()
         sync_file(self.path)
@@ -208,7 +284,12 @@ class WorkDir:
             if replaced.exists():
                 shutil.rmtree(replaced)
             os.rename(self.target, replaced)
-        os.rename(self.path, self.target)
+        try:
+            os.rename(self.path, self.target)
+        except BaseException:
+            if replaced.exists():
+                os.rename(replaced, self.target)  # the old one comes back
+            raise
         sync_file(self.target.parent)
         if replaced.exists():
             shutil.rmtree(replaced)
@@ -249,8 +330,8 @@ class explained:
     def _room(self) -> str:
         parent = next(p for p in (self.path, *self.path.parents) if p.exists())
         free = shutil.disk_usage(parent).free
-        needed = f"{self.needed / 1e9:.2f} GB are needed, " if self.needed else ""
-        return f"{needed}{free / 1e9:.2f} GB are free. Make room and pass --resume, or choose another target."
+        needed = f"{size_text(self.needed)} are needed, " if self.needed else ""
+        return f"{needed}{size_text(free)} are free. Make room and pass --resume, or choose another target."
 
 
 def check_room(target: Path, needed: int) -> None:
@@ -259,6 +340,6 @@ def check_room(target: Path, needed: int) -> None:
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise TargetError(
-            f"{target}: {needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free.",
+            f"{target}: {size_text(needed)} are needed, {size_text(free)} are free.",
             hint="Choose another target.",
         )

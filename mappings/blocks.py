@@ -400,6 +400,19 @@ def _megatron_experts(meg: str) -> list[Row]:
     return [
         row(meg + "local_experts.{e}.linear_fc1.weight", fc1, _EG, _EU, cut="m", form="sequential", expert=True),
         row(meg + "local_experts.{e}.linear_fc2.weight", fc2, _ED, cut="m", form="sequential", expert=True),
+        # The older GroupedMLP: all of a rank's experts in one tensor, transposed, and flattened in an order of its own
+        # (megatron/core/transformer/moe/experts.py, `weight1.view(num_local_experts, hidden_size, -1)`).
+        row(
+            meg + "weight1",
+            "{e} h ([gate up] m)",
+            _EG,
+            _EU,
+            cut="m",
+            form="legacy",
+            expert=True,
+            flat="1 02",
+        ),
+        row(meg + "weight2", "{e} m h", _ED, cut="m", form="legacy", expert=True, flat="01 2"),
         row(meg + "linear_fc1.weight{e}", fc1, _EG, _EU, cut="m", form="grouped", expert=True),
         row(meg + "linear_fc2.weight{e}", fc2, _ED, cut="m", form="grouped", expert=True),
     ]

@@ -25,6 +25,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 Dims = Mapping[str, int]
@@ -131,6 +132,8 @@ class Row:
     form     which of several ways to store the same atoms this row belongs to ("" = all of them): a format's
              writer picks one, a reader takes what it finds
     expert   the tensor is cut by the expert mesh (EP, ETP), not by TP
+    flat     the shape in which the bytes are stored, where it is another: "1 02" has the pattern's dimension 1, then
+             dimensions 0 and 2 as one
     place    where in a pipeline it lives: "layer", "first", "last", "last_copy" (last stage, only when that is not
              the first), "mtp" (with the last stage's MTP block), "mtp_first" (the MTP block's copy, only when not
              on the first stage)
@@ -144,6 +147,7 @@ class Row:
     form: str = ""
     when: When = always
     expert: bool = False
+    flat: str = ""
     place: str = "layer"
     dims: Pattern = field(init=False, repr=False, compare=False)
 
@@ -160,6 +164,13 @@ class Row:
     def indices(self) -> tuple[str, ...]:
         """The index variables of `name`, in order."""
         return tuple(re.findall(r"\{(\w+)\}", self.name))
+
+
+def stored_shape(row: Row, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape under which a tensor of the pattern's `shape` is stored."""
+    if not row.flat:
+        return shape
+    return tuple(prod(shape[int(d)] for d in group) for group in row.flat.split())
 
 
 def row(name: str, pattern: str, *atoms: Atom, **options: Any) -> Row:
@@ -193,25 +204,46 @@ def _check_row(r: Row) -> None:
             raise ValueError(f"row {r.name!r}: {alias} has axes {aliases[alias].axes!r}, the pattern gives {axes}")
 
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9][0-9]{0,8})(?=\.|$)")
+
+_GROUPED = re.compile(r"(.*\.linear_fc[12]\.(?:weight|bias))(0|[1-9][0-9]{0,8})")
 
 
 def skeleton(name: str) -> tuple[str, tuple[int, ...]]:
     """A concrete tensor name with its numbers taken out: `("model.layers.{}.mlp…", (3,))`.
 
-    Trailing numbers glued to a word (`weight12`, Megatron's grouped experts) count as an index too.
+    A number glued to the weight of a linear layer (`linear_fc1.weight12`, Megatron's grouped experts) is an index too.
     """
     numbers = tuple(int(n) for n in _NUMBER.findall(name))
     key = _NUMBER.sub("{}", name)
-    if key[-1:].isdigit():
-        stem = key.rstrip("0123456789")
-        if stem.endswith((".weight", ".bias")):
-            return stem + "{}", (*numbers, int(key[len(stem) :]))
+    grouped = _GROUPED.fullmatch(key)
+    if grouped:
+        return grouped[1] + "{}", (*numbers, int(grouped[2]))
     return key, numbers
 
 
 Config = Mapping[str, Any]
 """A parsed `config.json`."""
+
+AXES = {
+    "h": "hidden_size",
+    "n": "num_attention_heads",
+    "g": "num_key_value_heads",
+    "r": "query heads per KV group",
+    "d": "head_dim",
+    "f": "intermediate_size",
+    "m": "moe_intermediate_size",
+    "s": "shared experts' intermediate size",
+    "v": "vocab_size",
+    "e": "number of experts",
+    "a": "q_lora_rank",
+    "c": "kv_lora_rank",
+    "k": "qk_nope_head_dim + qk_rope_head_dim",
+    "w": "v_head_dim",
+    "layers": "num_hidden_layers",
+    "mtp": "num_nextn_predict_layers",
+}
+"""What the axes and counts are called in a `config.json`."""
 
 INV_FREQ = (r".*rotary_emb\.inv_freq", "computed from the config")
 """Old files store the rotary frequencies; every reader computes them."""

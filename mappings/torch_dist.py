@@ -42,7 +42,7 @@ def global_rows(rows: Sequence[Row], *, stacked: bool) -> list[Row]:
 
 
 def _stored(r: Row, plain: bool) -> Iterator[Row]:
-    if r.form == "grouped" or (plain and r.form == "local" and r.name.endswith(".input_layernorm.weight")):
+    if r.form in ("grouped", "legacy") or (plain and r.form == "local" and r.name.endswith(".input_layernorm.weight")):
         return
     if _SEQUENTIAL in r.name:
         yield replace(r, name=r.name.replace(_SEQUENTIAL, _STORED), pattern="{e} " + r.pattern, form="")
@@ -85,7 +85,7 @@ def _modules(rows: Sequence[Row], dims: Dims, layer: int) -> list[str]:
     """Modules of a layer that keep an extra state, as name templates."""
     found: dict[str, None] = {}
     for r in rows:
-        if r.form == "grouped" or not re.search(r"\{[ij]\}", r.name):
+        if r.form in ("grouped", "legacy") or not re.search(r"\{[ij]\}", r.name):
             continue
         if not r.when(dims, layer) or not all(a.when(dims, layer) for a in r.atoms):
             continue

@@ -30,7 +30,8 @@ class StoredBox:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as a directory holds it. `rank` tells per-rank tensors apart (`mp_rank`); `copy` replicas."""
+    """A tensor as a directory holds it. `rank` tells per-rank tensors apart (`mp_rank`); `scale` is the tensor with a
+    quantised one's block scales."""
 
     name: str
     dtype: str
@@ -38,6 +39,7 @@ class Stored:
     boxes: tuple[StoredBox, ...]
     rank: int = 0
     chunk: int = 0
+    scale: Stored | None = None
 
 
 @dataclass

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from ..dtypes import BY_NAME
 from ..placement import Local
+from ..roots import group_of, unwrap
 from ..sidefiles import find_hf
 from ..slots import Buffer, Ints
 from .base import DTypeOf, Found, Stored, StoredBox, Target, TargetFile, by_rank
 from .dcpfile import METADATA, DcpIndex, DcpTensor, encode_metadata, read
-from .torchfile import blob, locate
+from .torchfile import blob, contiguous, locate
 
 
 def detect(path: Path) -> Path | None:
@@ -34,13 +35,25 @@ def read_checkpoint(path: Path, format_name: str, also: Sequence[Path] = ()) -> 
     """The index, and where in its file every box's bytes begin."""
     where = detect(path) or path
     found = Found(format_name, path, where, hf=find_hf(path, where, where.parent))
-    index = read(where, also)
+    index = read(where, also, only=is_weight)
+    found.others |= dict.fromkeys(index.skipped, "not a weight")
     found.notes += [str(warning) for warning in index.warnings]
     found.facts["files"] = len(index.files)
-    found.files = {str(p): p.stat().st_size for p in (where / METADATA, *index.files.values())}
-    found.others = dict.fromkeys(index.objects, "object")
+    found.files = files_of(index, where, also)
+    found.others |= dict.fromkeys(index.objects, "object")
     locate_all(index, found)
     return found
+
+
+def is_weight(name: str) -> bool:
+    """Whether an entry may be a weight. Optimizer state and the like are not even looked at: they may be broken."""
+    return group_of(unwrap(name)) is None or "common_state" in name
+
+
+def files_of(index: DcpIndex, where: Path, also: Sequence[Path]) -> dict[str, int]:
+    """Every file of a checkpoint with its size."""
+    metadata = [p / METADATA for p in (where, *also) if (p / METADATA).is_file()][:1]
+    return {str(p): p.stat().st_size for p in (*metadata, *index.files.values())}
 
 
 def locate_all(index: DcpIndex, found: Found) -> None:
@@ -73,7 +86,10 @@ def _box(name: str, tensor: DcpTensor, n: int, fds: dict[str, int], found: Found
         if _count(ref.shape) != _count(chunk.sizes):
             found.problems.add(name, f"{file} holds shape {list(ref.shape)}, .metadata says {list(chunk.sizes)}")
             return None
-        strides = None  # the same elements, flattened: row-major
+        if tuple(ref.strides) != contiguous(tuple(ref.shape)):
+            found.problems.add(name, f"{file} holds it flattened, but not row by row")
+            return None
+        strides = None
     hi = tuple(o + s for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
     return StoredBox(tuple(chunk.offsets), hi, Buffer(file, ref.offset, _count(chunk.sizes) * size, name), strides)
 

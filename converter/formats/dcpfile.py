@@ -58,7 +58,8 @@ class DcpIndex:
     """What a checkpoint holds, under the names that it uses.
 
     `planner_data` maps a flattened name to its path in the state dict that was saved, where the saver kept it.
-    `mcore_data` is what Megatron-Core up to 0.15 noted per tensor, such as `nd_reformulated_orig_global_shape`.
+    `mcore_shapes` are the true shapes of flattened optimizer tensors that Megatron-Core stored in another one; versions
+    up to 0.15 noted them as `mcore_data[name]["nd_reformulated_orig_global_shape"]`.
     `skipped` are the names that the caller did not want. `warnings` hold what is odd but hurts nothing.
     """
 
@@ -66,7 +67,7 @@ class DcpIndex:
     tensors: dict[str, DcpTensor]
     objects: dict[str, DcpObject]
     planner_data: dict[str, tuple[Any, ...]] | None
-    mcore_data: dict[str, Any]
+    mcore_shapes: dict[str, tuple[int, ...]]
     files: dict[str, Path]
     skipped: list[str] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
@@ -119,14 +120,12 @@ class _Reader:
             hint="Fetch or copy the files again; name further directories that hold some of them with --also DIR.",
         )
         files = {name: file for name, file in self.files.items() if file is not None}
-        planner = metadata.get("planner_data")
-        mcore = metadata.get("mcore_data")
         return DcpIndex(
             path=self.roots[0],
             tensors=tensors,
             objects=objects,
-            planner_data=planner if type(planner) is dict else None,
-            mcore_data=mcore if type(mcore) is dict else {},
+            planner_data=_planner_data(metadata.get("planner_data")),
+            mcore_shapes=_mcore_shapes(metadata.get("mcore_data")),
             files=files,
             skipped=self.skipped,
             warnings=list(self._stale()),
@@ -288,6 +287,22 @@ def _list(fields: dict[Any, Any], key: str) -> list[Any]:
     if type(value) is not list:
         raise ValueError(f"has no {key}")
     return value
+
+
+def _planner_data(value: Any) -> dict[str, tuple[Any, ...]] | None:
+    """Names with their paths. A planner may keep anything here; what is not this is not passed on."""
+    if type(value) is not dict or not all(type(path) is tuple and type(name) is str for name, path in value.items()):
+        return None
+    return value if all(type(step) in (str, int) for path in value.values() for step in path) else None
+
+
+def _mcore_shapes(value: Any) -> dict[str, tuple[int, ...]]:
+    out: dict[str, tuple[int, ...]] = {}
+    for name, notes in value.items() if type(value) is dict else ():
+        shape = notes.get("nd_reformulated_orig_global_shape") if type(notes) is dict else None
+        if type(name) is str and type(shape) is tuple and all(_natural(extent) for extent in shape):
+            out[name] = shape
+    return out
 
 
 def _natural(value: Any) -> TypeGuard[int]:

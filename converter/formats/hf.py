@@ -14,7 +14,7 @@ from typing import Any
 from ..dtypes import BY_NAME
 from ..errors import CorruptFile, SourceError
 from ..placement import Local
-from ..sidefiles import INDEX, find_hf
+from ..sidefiles import INDEX, find_hf, read_json
 from ..slots import Buffer
 from .base import DTypeOf, Found, Stored, StoredBox, Target, TargetFile, nbytes
 from .safetensors_file import StHeader, encode_header, read_header
@@ -51,6 +51,7 @@ def read_checkpoint(path: Path) -> Found:
     read_one = _read_bin if files and files[0].suffix == ".bin" else _read_safetensors
     for file in files:
         _guard(found, file, lambda file=file: read_one(file, found))
+    _leave_strays(found, index)
     _check_index(found, index)
     _check_duplicates(found, index)
     return found
@@ -73,24 +74,30 @@ def _index(path: Path, found: Found) -> dict[str, str] | None:
     if not path.is_file():
         return None
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = read_json(path)
         weights = index["weight_map"]
         if not all(isinstance(k, str) and isinstance(v, str) for k, v in weights.items()):
             raise ValueError("weight_map must map names to file names")
-        bad = sorted({v for v in weights.values() if "/" in v or v.startswith(".")})
+        bad = sorted(
+            {v for v in weights.values() if "/" in v or v.startswith(".") or len(v) > 200 or not v.isprintable()}
+        )
         if bad:
-            raise ValueError(f"weight_map names files outside its directory: {', '.join(bad[:3])}")
+            raise ValueError(f"weight_map names {bad[0][:80]!r}, which is no file in its directory")
         return dict(weights)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         found.problems.add(str(path), f"is no index of shards: {error}")
         return {}
 
 
 def _shards(where: Path, index: dict[str, str] | None, found: Found) -> list[Path]:
     """The safetensors files that make up the model: the index decides, then the single file, then whatever is there."""
-    present = sorted(p for p in where.iterdir() if p.suffix == ".safetensors")
+    present = sorted(p for p in where.iterdir() if p.suffix == ".safetensors" and not _foreign(p.name))
     if index is None:
-        return present
+        single = [p for p in present if p.name == SINGLE]
+        if single and len(present) > 1:
+            others = ", ".join(p.name for p in present if p.name != SINGLE)
+            found.notes.append(f"{SINGLE} is the model; left aside: {others}")
+        return single or present
     named = sorted(set(index.values()))
     missing = [f for f in named if not (where / f).exists()]
     if missing and (where / SINGLE).exists() and SINGLE not in named:
@@ -104,6 +111,11 @@ def _shards(where: Path, index: dict[str, str] | None, found: Found) -> list[Pat
     return [where / f for f in named if f not in missing] + [p for p in present if p.name not in named]
 
 
+def _foreign(file: str) -> bool:
+    """Weights of another kind that repositories keep beside the model: Mistral's own format, adapters."""
+    return file.startswith(("consolidated", "adapter_", "optimizer"))
+
+
 def _bin_files(where: Path, index: dict[str, str] | None, found: Found) -> list[Path]:
     if index is None:
         return sorted(where.glob("pytorch_model*.bin"))
@@ -115,6 +127,8 @@ def _bin_files(where: Path, index: dict[str, str] | None, found: Found) -> list[
 
 
 def _read_safetensors(file: Path, found: Found) -> None:
+    if not file.is_file():
+        raise CorruptFile(f"{file} is not there, or no plain file.")
     header: StHeader = read_header(file)
     found.files[str(file)] = header.size
     for tensor, (dtype, shape, begin, end) in header.tensors.items():
@@ -122,6 +136,9 @@ def _read_safetensors(file: Path, found: Found) -> None:
             found.problems.add(
                 tensor, f"is empty (shape {list(shape)}) in {file.name}", "the save went wrong; see ZeRO-3"
             )
+            continue
+        if dtype not in BY_NAME:
+            found.problems.add(tensor, f"has the type {dtype}, which is not converted")
             continue
         buffer = Buffer(str(file), begin, end - begin, tensor)
         found.tensors.append(Stored(tensor, dtype, tuple(shape), (StoredBox((0,) * len(shape), tuple(shape), buffer),)))
@@ -135,7 +152,9 @@ def _read_bin(file: Path, found: Found) -> None:
     if not isinstance(tree, Mapping):
         raise CorruptFile(f"{file}: holds a {type(tree).__name__}, not a dictionary of tensors.")
     for tensor, ref in tree.items():
-        if isinstance(ref, TensorRef):
+        if isinstance(ref, TensorRef) and ref.dtype not in BY_NAME:
+            found.problems.add(str(tensor), f"has the type {ref.dtype}, which is not converted")
+        elif isinstance(ref, TensorRef):
             found.tensors.append(stored_ref(str(tensor), ref))
         else:
             found.others[str(tensor)] = type(ref).__name__
@@ -149,6 +168,22 @@ def stored_ref(tensor: str, ref: TensorRef, rank: int = 0, chunk: int = 0) -> St
     strides = tuple(s * size for s in ref.strides)
     box = StoredBox((0,) * len(ref.shape), tuple(ref.shape), buffer, strides)
     return Stored(tensor, ref.dtype, tuple(ref.shape), (box,), rank, chunk)
+
+
+def _leave_strays(found: Found, index: dict[str, str] | None) -> None:
+    """Files that the index does not name may repeat the model's tensors; what else they hold is none of it."""
+    if not index:
+        return
+    named, strays = set(index.values()), set()
+    kept = []
+    for tensor in found.tensors:
+        file = Path(tensor.boxes[0].buffer.file).name
+        if file in named or tensor.name in index:
+            kept.append(tensor)
+        else:
+            strays.add(file)
+    found.tensors = kept
+    found.notes += [f"{file} is left aside: the index does not name it" for file in sorted(strays)]
 
 
 def _check_index(found: Found, index: dict[str, str] | None) -> None:

@@ -9,16 +9,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...mappings.schema import skeleton
+from ...mappings.schema import skeleton, stored_shape
+from ..dtypes import BY_NAME
 from ..errors import SourceError
 from ..layout import View
 from ..mesh import Mesh, Pipeline, from_counts, rank_at
 from ..placement import Local, MegatronPlacement
 from ..sidefiles import find_hf
-from ..slots import Buffer
+from ..slots import Buffer, row_major
 from .base import DTypeOf, Found, Stored, StoredBox, Target, TargetFile, by_rank
 from .hf import stored_ref
 from .torch_dist import RELEASE, TRACKER, arguments, common_state, iteration_directory
@@ -27,6 +29,9 @@ from .torchfile import TensorRef, TensorSpec, plan, read
 name = "mp_rank"
 FILE = "model_optim_rng.pt"
 _DIRECTORY = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+ENDS = frozenset({"embedding.word_embeddings.weight", "decoder.final_layernorm.weight"})
+"""What the first and the last pipeline stage hold: a file with both is a whole pipeline."""
+
 Coordinates = tuple[int, int, int]
 """TP, PP and EP rank of a file."""
 
@@ -60,27 +65,24 @@ def read_checkpoint(path: Path) -> Found:
     found.args = arguments(first.get("args")) if isinstance(first, Mapping) else None
     if isinstance(first, Mapping) and isinstance(first.get("iteration"), int):
         found.facts["iteration"] = first["iteration"]
-    coordinates = _coordinates(list(trees), found.args)
-    found.facts["coordinates"] = list(coordinates.values())
     for rank, (directory, tree) in enumerate(trees.items()):
         _collect(tree, rank, files[directory], found)
+    found.facts["coordinates"] = _coordinates(list(trees), found)
     return found
 
 
-def _coordinates(directories: Sequence[str], args: Mapping[str, Any] | None) -> dict[str, Coordinates]:
-    """TP, PP and EP rank from a directory's name. One suffix alone is PP, unless the arguments say PP 1 and EP more."""
-    only_ep = (
-        bool(args)
-        and args.get("pipeline_model_parallel_size") == 1
-        and (args.get("expert_model_parallel_size") or 1) > 1
-    )
-    found = {}
-    for directory in directories:
+def _coordinates(directories: Sequence[str], found: Found) -> list[Coordinates]:
+    """TP, PP and EP rank from every directory's name. One suffix alone is PP, or, where every file holds both ends of
+    the model, EP."""
+    result = []
+    for rank, directory in enumerate(directories):
         match = _DIRECTORY.fullmatch(directory)
         assert match is not None
         tp, second, third = (int(g) if g else 0 for g in match.groups())
-        found[directory] = (tp, 0, second) if only_ep and match.group(3) is None else (tp, second, third)
-    return found
+        held = {skeleton(t.name)[0] for t in found.tensors if t.rank == rank}
+        result.append((tp, second, third, match.group(3) is None and held >= ENDS))
+    only_ep = all(both for *_, both in result) and any(second for _, second, _, _ in result)
+    return [(tp, 0, second) if only_ep else (tp, second, third) for tp, second, third, _ in result]
 
 
 def _collect(tree: Any, rank: int, file: Path, found: Found) -> None:
@@ -116,31 +118,51 @@ def mesh_of(found: Found, view: View) -> tuple[Mesh, Pipeline, int | None]:
     """The mesh, the pipeline and the padded vocabulary that these files were written with: counted, not believed."""
     coordinates: list[Coordinates] = found.facts["coordinates"]
     tp, pp, ep = (max((c[axis] for c in coordinates), default=0) + 1 for axis in range(3))
+    _check_count(found, tp, pp, ep)
     vpp = max((t.chunk for t in found.tensors), default=0) + 1
-    keys = dict(view._by_key.items())
     counts = [[0] * vpp for _ in range(pp)]
     mtp_at: tuple[int, int] | None = None
-    vocab, expert_rows = None, Counter[int]()
+    vocab: int | None = None
+    parts: Counter[int] = Counter()
     for stored in found.tensors:
         key, numbers = skeleton(stored.name)
         stage = coordinates[stored.rank][1]
-        for row in keys.get(key, [])[:1]:
+        for row in view.rows_of(key)[:1]:
             if row.place == "layer" and numbers:
                 counts[stage][stored.chunk] = max(counts[stage][stored.chunk], numbers[0] + 1)
             if row.place == "mtp":
                 mtp_at = (stage, stored.chunk)
-            if row.pad:
+            if row.pad and stored.shape:
                 vocab = max(vocab or 0, stored.shape[0] * tp)
-            if row.expert and row.cut:
-                whole = view.geometry(row).shape
-                for have, full in zip(stored.shape, whole, strict=False):
-                    if have and full != have and full % have == 0:
-                        expert_rows[full // have] += 1
-    etp = expert_rows.most_common(1)[0][0] if expert_rows else (1 if ep > 1 or not view.dims.get("e") else tp)
-    if not expert_rows and view.dims.get("e"):
-        etp = 1
-    mesh = Mesh(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp if view.dims.get("e") else None)
+            if row.expert and row.cut and prod(stored.shape):
+                geo = view.geometry(row)
+                full = prod(geo.shape) // (ep if geo.index else 1)
+                parts[full // prod(stored.shape)] += 1
+    etp = parts.most_common(1)[0][0] if parts else 1
+    mesh = Mesh(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=max(1, etp) if view.dims.get("e") else None)
     return mesh, from_counts(counts, mtp=mtp_at is not None, mtp_at=mtp_at), vocab
+
+
+def _check_count(found: Found, tp: int, pp: int, ep: int) -> None:
+    """Refuse a set of files that cannot be whole, before anything as large as the numbers in their names is made."""
+    present = len(found.facts["coordinates"])
+    args = found.args or {}
+    for axis, seen, key in (
+        ("TP", tp, "tensor_model_parallel_size"),
+        ("PP", pp, "pipeline_model_parallel_size"),
+    ):
+        if isinstance(args.get(key), int) and args[key] > seen:
+            raise SourceError(
+                f"{found.where}: its arguments say {axis} {args[key]}; there are files for {axis} {seen} only.",
+                hint="Fetch the missing mp_rank_* directories.",
+            )
+    # Every (TP, PP) pair has a file; with experts several, but not always one for every EP rank (ETP 1).
+    if present < tp * pp or present > tp * pp * ep or max(tp, pp, ep) > 65536:
+        shape = f"TP {tp} × PP {pp}" + (f" × EP {ep}" if ep > 1 else "")
+        raise SourceError(
+            f"{found.where}: {present} mp_rank_* directories cannot be all of {shape}.",
+            hint="Every rank's file is needed.",
+        )
 
 
 def match(
@@ -164,7 +186,7 @@ def match(
     for stored in found.tensors:
         place = found.facts["coordinates"][stored.rank]
         candidates = wanted.get((place, stored.chunk, unwrap(stored.name)), [])
-        fits = next((c for c in candidates if c.shape == stored.shape), None)
+        fits = next((c for c in candidates if stored_shape(c.named.row, c.shape) == stored.shape), None)
         if fits is not None:
             matched.append((fits.named, _boxes(stored, fits), fits.copy))
         elif candidates:
@@ -207,6 +229,8 @@ def _boxes(stored: Stored, local: Local) -> Stored:
     """The stored local tensor as boxes of the whole one."""
     source = stored.boxes[0]
     strides = source.strides
+    if local.named.row.flat:
+        strides = row_major(local.shape, BY_NAME[stored.dtype].size)
     assert strides is not None
     boxes = []
     for piece in local.pieces:
@@ -237,7 +261,9 @@ def lay_out(locals_: Sequence[Local], dtype_of: DTypeOf, args: Mapping[str, Any]
         for chunk in range(mesh.vpp):
             key = "model" if mesh.vpp == 1 else f"model{chunk}"
             tree[key] = {
-                x.name: TensorSpec(dtype_of(x.named), x.shape, (chunk, x.name)) for x in members if x.chunk == chunk
+                x.name: TensorSpec(dtype_of(x.named), stored_shape(x.named.row, x.shape), (chunk, x.name))
+                for x in members
+                if x.chunk == chunk
             }
         torch_file = plan(tree, archive="model_optim_rng")
         for local in members:

@@ -85,7 +85,8 @@ torch: QInt8Storage QUInt8Storage QInt32Storage
 torch._C: device
 torch._C._nn: gelu
 torch._utils: _rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter _rebuild_parameter_with_state
-torch._utils: _rebuild_wrapper_subclass _rebuild_meta_tensor_no_storage
+torch._utils: _rebuild_wrapper_subclass _rebuild_meta_tensor_no_storage _rebuild_sparse_tensor _rebuild_nested_tensor
+torch._utils: _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor
 torch._tensor: _rebuild_from_type_v2
 torch.nn.functional: gelu silu relu sigmoid tanh softmax
 torch.nn.parameter: Parameter Buffer
@@ -109,6 +110,8 @@ PACKAGES = (
     "areal",
     "verl",
     "slime",
+    "apex",
+    "deepspeed",
     "torchtitan",
     "omegaconf",
     "torch.distributed.checkpoint",

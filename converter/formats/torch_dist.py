@@ -8,13 +8,14 @@ The container is torch DCP's. Around it: `metadata.json` with the backend's name
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import SourceError
 from ..placement import Local
-from ..sidefiles import find_hf
+from ..sidefiles import find_hf, read_json
 from . import dcp
 from .base import DTypeOf, Found, Target
 from .dcpfile import METADATA, read
@@ -36,15 +37,24 @@ def iteration_directory(root: Path, holds: Any) -> Path | None:
         return root
     if not root.is_dir():
         return None
-    tracker = root / TRACKER
-    if tracker.is_file():
-        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        named = root / (text if text == RELEASE or not text.isdigit() else f"iter_{int(text):07d}")
+    named = tracked(root)
+    if named is not None:
         return named if holds(named) else None
     below = sorted(p for p in root.glob("iter_*") if holds(p))
     if below:
         return below[-1]
     return root / RELEASE if holds(root / RELEASE) else None
+
+
+def tracked(root: Path) -> Path | None:
+    """The directory that a run's tracker file names, or None when there is no (sensible) tracker."""
+    try:
+        text = (root / TRACKER).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+    if text == RELEASE:
+        return root / RELEASE
+    return root / f"iter_{int(text):07d}" if re.fullmatch(r"\d{1,12}", text, re.ASCII) else None
 
 
 def _holds(path: Path) -> bool:
@@ -62,28 +72,30 @@ def read_checkpoint(path: Path, also: Sequence[Path] = ()) -> Found:
     """Headers, and Megatron's arguments where there are some."""
     where = detect(path) or path
     found = Found(name, path, where, hf=find_hf(path, where, where.parent))
-    _read_backend(where, found)
-    index = read(where, also)
+    try:
+        found.facts["backend"] = read_backend(where)
+    except ValueError as error:
+        found.notes.append(f"{where / BACKEND} cannot be read ({error}); taken for torch_dist")
+    index = read(where, also, only=dcp.is_weight)
+    found.others |= dict.fromkeys(index.skipped, "not a weight")
     found.notes += [str(warning) for warning in index.warnings]
-    found.files = {str(p): p.stat().st_size for p in (where / METADATA, *index.files.values())}
-    found.others = dict.fromkeys(index.objects, "object")
+    found.files = dcp.files_of(index, where, also)
+    found.others |= dict.fromkeys(index.objects, "object")
     _read_common(where, index, found)
     dcp.locate_all(index, found)
     return found
 
 
-def _read_backend(where: Path, found: Found) -> None:
-    try:
-        backend = json.loads((where / BACKEND).read_text(encoding="utf-8"))
-        found.facts["backend"] = backend.get("sharded_backend")
-    except (OSError, ValueError, AttributeError) as error:
-        found.notes.append(f"{where / BACKEND} cannot be read ({error}); taken for torch_dist")
-        return
-    if backend.get("sharded_backend") != "torch_dist":
+def read_backend(where: Path) -> str:
+    """The backend that `metadata.json` names. Raises SourceError for any but torch_dist, ValueError for no file."""
+    backend = read_json(where / BACKEND)
+    name = backend.get("sharded_backend") if isinstance(backend, dict) else None
+    if name != "torch_dist":
         raise SourceError(
-            f"{where}: its backend is {backend.get('sharded_backend')!r}; only torch_dist is read.",
+            f"{where}: its backend is {name!r}; only torch_dist is read.",
             hint="Megatron-LM's tools/checkpoint converts older backends (zarr).",
         )
+    return name
 
 
 def _read_common(where: Path, index: Any, found: Found) -> None:
