@@ -20,6 +20,8 @@ HF_LAYER = "model.layers.{i}."
 MEGATRON_LAYER = "decoder.layers.{i}."
 MEGATRON_MTP = "mtp.layers.{j}.transformer_layer."
 ARCHON_LAYER = "layers.{i}."
+MEGATRON_ENDS = frozenset({"embedding.word_embeddings.weight", "decoder.final_layernorm.weight"})
+"""What the first and the last pipeline stage hold: a rank with both has the whole pipeline."""
 
 
 @dataclass(frozen=True)
@@ -260,12 +262,12 @@ def mla() -> Block:
         ],
         megatron=[
             row(meg + "linear_q_proj.weight", "(n k) h", q, cut="n"),
-            row(meg + "linear_q_down_proj.weight", "a h", q_a, cut="a", form="local"),
+            row(meg + "linear_q_down_proj.weight", "a h", q_a, cut="a", soft=True, form="local"),
             row(meg + "linear_q_down_proj.weight", "a h", q_a, form="te"),
             row(meg + "q_layernorm.weight", "a", q_a_norm, form="local"),
             row(meg + "linear_q_up_proj.layer_norm_weight", "a", q_a_norm, form="te"),
             row(meg + "linear_q_up_proj.weight", "(n k) a", q_b, cut="n"),
-            row(meg + "linear_kv_down_proj.weight", "j h", kv_a, cut="j", form="local"),
+            row(meg + "linear_kv_down_proj.weight", "j h", kv_a, cut="j", soft=True, form="local"),
             row(meg + "linear_kv_down_proj.weight", "j h", kv_a, form="te"),
             row(meg + "kv_layernorm.weight", "c", kv_a_norm, form="local"),
             row(meg + "linear_kv_up_proj.layer_norm_weight", "c", kv_a_norm, form="te"),

@@ -30,6 +30,9 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
+_HEAD_DIM_DERIVED = {"mixtral", "qwen2", "qwen2_moe"}
+"""Families whose published configs leave `head_dim` to hidden size and heads."""
+
 _ONLY: dict[str, tuple[Any, ...]] = {
     # Arguments that change what the model computes, and the values that these families have. Absent ones pass: older
     # versions lack many.
@@ -131,6 +134,8 @@ class _Model:
         config = {"architectures": [ARCHITECTURES[family]], "model_type": family, **config}
         if family == "deepseek_v3":
             config |= self._mla(config)
+        if family in _HEAD_DIM_DERIVED and config["head_dim"] * config["num_attention_heads"] == config["hidden_size"]:
+            del config["head_dim"]
         config |= self._biases(family) | self._experts(family, config["num_hidden_layers"])
         config |= self._window(family, config["num_hidden_layers"])
         config |= rope_config(self.args, mla=family == "deepseek_v3")

@@ -41,7 +41,7 @@ _SWITCHES = tuple(
 
 
 def flags(args: Mapping[str, Any]) -> list[str]:
-    """Flags and values for everything about the model, in a fixed order; the mesh is the run's own choice."""
+    """Flags and values for everything about the model, in a fixed order. The mesh is the run's own choice."""
     line: list[str] = []
     for name in _VALUES:
         if args.get(name) is not None and not (name == "moe_layer_freq" and not args.get("num_experts")):
@@ -106,22 +106,25 @@ def _router_unsaid(config: Mapping[str, Any]) -> list[str]:
 
 
 def _rope_unsaid(config: Mapping[str, Any], mla: bool) -> list[str]:
+    """The GPT builder of 0.16 and 0.17 passes neither `--rope-scaling-factor` nor the interpolation factor on; three
+    of MLA's fields have no flag at all."""
     rope = rope_of(config)
     kind = rope["rope_type"]
-    if kind not in ("default", "yarn") and (mla or kind not in ("linear", "llama3")):
-        return [f"rope_type is {kind!r}"]
-    if kind == "linear":
-        return ["rope_type 'linear': Megatron-LM's GPT builder does not pass --rotary-seq-len-interpolation-factor on"]
-    fixed: dict[str, Any] = {}
-    if kind == "llama3":
-        fixed = LLAMA3  # the GPT builder of 0.16 does not even pass --rope-scaling-factor on
-    elif kind == "yarn" and mla:
-        fixed = {name: MLA_DEFAULTS[name] for name in ("original_max_position_embeddings", "beta_fast", "beta_slow")}
-        fixed |= {"truncate": True}
+    if kind == "default":
+        return []
+    if kind == "linear" and not mla:
+        return ["rope_type 'linear': heeded from Megatron-LM 0.18 on"]
+    if kind == "yarn" and not mla:
+        return ["rope_type 'yarn' without MLA: known from Megatron-LM 0.19 on"]
+    if kind == "llama3" and not mla:
+        fixed = dict(LLAMA3)
     elif kind == "yarn":
-        return ["rope_type 'yarn' without MLA: an argument from 0.19 on"]
+        fixed = {name: MLA_DEFAULTS[name] for name in ("original_max_position_embeddings", "beta_fast", "beta_slow")}
+        fixed["truncate"] = True
+    else:
+        return [f"rope_type is {kind!r}"]
     return [
-        f"rope {name} is {rope[name]!r}, Megatron-LM has only {value!r}"
+        f"rope {name} is {rope[name]!r}, Megatron-LM has {value!r}{' before 0.18' if name == 'factor' else ''}"
         for name, value in fixed.items()
         if rope.get(name, value) != value
     ]

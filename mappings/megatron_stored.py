@@ -48,7 +48,7 @@ class Stored:
             if outside is not None:
                 self._measure(outside[1], tensor.shape)
             elif layer is not None:
-                index = self._layer(*layer.groups(), tensor.shape)
+                index = self._layer(layer[1], layer[2], layer[3], tensor.shape)
                 if index is not None:
                     stage = places[tensor.rank][1] if tensor.rank < len(places) else 0
                     deepest[stage, tensor.chunk] = max(deepest.get((stage, tensor.chunk), 0), index + 1)

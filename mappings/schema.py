@@ -125,10 +125,15 @@ def _factor(token: str, text: str) -> Factor:
     raise ValueError(f"pattern {text!r}: {token!r} is not an axis")
 
 
+PLACES = ("layer", "first", "last", "last_copy", "mtp", "mtp_first")
+"""Where in a pipeline a tensor lives; see `Row`."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One tensor name of one format. See the module's docstring for `pattern`, `cut` and `pad`.
 
+    soft     the cut is one spec's habit; where it does not divide, whole tensors will do (in formats that store those)
     form     which of several ways to store the same atoms this row belongs to ("" = all of them): a format's
              writer picks one, a reader takes what it finds
     expert   the tensor is cut by the expert mesh (EP, ETP), not by TP
@@ -144,6 +149,7 @@ class Row:
     atoms: tuple[Atom, ...]
     cut: str = ""
     pad: str = ""
+    soft: bool = False
     form: str = ""
     when: When = always
     expert: bool = False
@@ -180,6 +186,13 @@ def row(name: str, pattern: str, *atoms: Atom, **options: Any) -> Row:
 
 def _check_row(r: Row) -> None:
     """A row must use every axis of every atom exactly once; a slip in a table fails at import."""
+    plain = {f.name for dim in r.dims for f in dim if isinstance(f, Axis)}
+    for option in ("cut", "pad"):
+        axis = getattr(r, option)
+        if axis and axis not in plain:
+            raise ValueError(f"row {r.name!r}: {option}={axis!r} is no axis of its pattern {r.pattern!r}")
+    if r.place not in PLACES:
+        raise ValueError(f"row {r.name!r}: place={r.place!r} is none of {', '.join(PLACES)}")
     aliases = {a.alias: a for a in r.atoms}
     if len(aliases) != len(r.atoms):
         raise ValueError(f"row {r.name!r}: two atoms share an alias")

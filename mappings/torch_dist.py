@@ -97,6 +97,10 @@ def _modules(rows: Sequence[Row], dims: Dims, layer: int) -> list[str]:
     return list(found)
 
 
+INDEXED = "decoder.layers.{}."
+"""How names begin, numbers aside, where layers are not stacked."""
+
+
 def always_indexed(rows: Sequence[Row], dims: Dims) -> bool:
     """Whether Megatron gets `moe_layer_freq` as a list for this model, and so never stacks its layers: families with
     `first_k_dense_replace`, and any model whose layers are not all of one kind."""
