@@ -278,7 +278,13 @@ def find_config(
         found.hf = place
     if found.hf is not None:
         return read_config(found.hf), str(found.hf / "config.json")
-    derived = derive(found)
+    try:
+        derived = derive(found)
+    except ValueError as error:
+        raise ConfigError(
+            f"{found.root} ({found.format}) has no config.json. {error}.",
+            hint="Pass --hf-config DIR, a directory with the model's config.json.",
+        ) from None
     if derived is not None:
         return derived
     raise ConfigError(

@@ -12,62 +12,29 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import product
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from ..mappings.megatron_args import args_from_config
-from ..mappings.schema import Row
-from ..mappings.torch_dist import always_indexed, extra_states, global_rows
-from . import manifest
-from .checkpoint import ALTERNATE, Checkpoint
+from .checkpoint import Checkpoint
 from .codecs import exactness
-from .dtypes import FLOATS, parse
-from .errors import ConfigError, ConvertError, PlanError, Problems, SourceError, TargetError, VerifyError
+from .errors import Problems, SourceError, TargetError, VerifyError
 from .execute import Limits, Shared, atom_bytes, run_all, transfer
-from .formats import dcp, hf, mp_rank, torch_dist
 from .formats.base import Target
-from .layout import Named, View
-from .mesh import Mesh, Pipeline, pipeline
+from .manifest import build, encode
+from .mesh import Mesh
 from .opening import format_name, open_checkpoint
-from .placement import FsdpPlacement, Local, MegatronPlacement, padded_vocab, undivided
+from .placement import Local
 from .plan import AtomPlan, Plan, copies_of, join
-from .rawio import Files
-from .sidefiles import HF, INDEX, MANIFEST, collect, read_json
+from .rawio import Files, write_exactly
+from .sidefiles import HF, INDEX, MANIFEST, collect
+from .target import Options, dtype_of, lay_out, place, side_config
 from .verify import copies_digests
 from .workdir import WorkDir, check_room, check_target, explained, settle_target
 
-GB = 1_000_000_000
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a target is to be written.
-
-    dtype       cast floating-point tensors to it (those that a table keeps in fp32 stay); None keeps every type
-    max_shard   bytes in one safetensors file, at most
-    experts     `per_expert` or `fused`: how Hugging Face names hold experts; None: as the source did, or as the format
-                does
-    spec        `te` or `local`: whose norm names per-rank Megatron files use
-    megatron_experts  experts of per-rank Megatron files: `grouped` (`mlp.experts.linear_fc1.weight0`, TE's),
-                `sequential` (`local_experts.0.…`) or `legacy` (`mlp.experts.weight1`); None: grouped with TE's spec,
-                else sequential
-    vocab_divisor  Megatron pads the vocabulary to a multiple of this × TP
-    root        what to put before every name of a `dcp` (`model.`, say)
-    allow_nan   convert a checkpoint that holds NaNs
-    """
-
-    dtype: str | None = None
-    max_shard: int = 5 * GB
-    experts: str | None = None
-    spec: str = "te"
-    megatron_experts: str | None = None
-    vocab_divisor: int = 128
-    root: str = ""
-    allow_nan: bool = False
+__all__ = ["Mesh", "Options", "Planned", "Result", "convert", "plan", "run"]
 
 
 @dataclass
@@ -86,7 +53,7 @@ class Planned:
     @property
     def locals(self) -> list[Local]:
         """Every tensor as each rank of the target holds it."""
-        return _place(self.source, self.format, self.mesh, self.options)[0]
+        return place(self.source, self.format, self.mesh, self.options).locals
 
     def report(self) -> dict[str, Any]:
         """What moves where, as plain data."""
@@ -148,221 +115,10 @@ def _plan(
     name, mesh, options = format_name(to), mesh or Mesh(), options or Options()
     ckpt = source if isinstance(source, Checkpoint) else open_checkpoint(source, **opening)
     ckpt.check()
-    dtypes = target_dtypes(ckpt, options)
-    locals_, pipe, vocab, dialect = _place(ckpt, name, mesh, options)
-    dtype_of = _dtype_of(ckpt, dtypes, locals_)
-    target = _lay_out(ckpt, name, mesh, options, locals_, dtype_of, vocab, pipe)
+    placed = place(ckpt, name, mesh, options)
+    target = lay_out(ckpt, name, mesh, options, placed, dtype_of(ckpt, options, placed.locals))
     joined = Plan(join(ckpt.atoms, ckpt.slots, target.slots), dict(ckpt.drops), target.filled)
-    return Planned(ckpt, name, mesh, options, joined, target, dialect, time.perf_counter() - start)
-
-
-def target_dtypes(ckpt: Checkpoint, options: Options) -> dict[str, str]:
-    """The element type in which every atom is written."""
-    try:
-        wanted = parse(options.dtype).name if options.dtype else None
-    except ValueError as error:
-        raise ConfigError(f"--dtype: {error}") from None
-    result = {}
-    for name, dtype in ckpt.dtypes().items():
-        atom, _ = ckpt.atoms[name]
-        keep = wanted is None or dtype not in FLOATS or atom.exact
-        result[name] = dtype if keep else wanted
-    return result
-
-
-# ------------------------------------------------------------------------------------------------ laying the target out
-
-
-def _place(
-    ckpt: Checkpoint, name: str, mesh: Mesh, options: Options
-) -> tuple[list[Local], Pipeline | None, int | None, dict[str, Any]]:
-    """Tensors of the target format on the mesh."""
-    dims, t = ckpt.view.dims, ckpt.table
-    if name in ("hf", "dcp"):
-        experts = options.experts or _experts_form(ckpt, name)
-        forms = {"", experts, "mtp_copy"}
-        view = View(t.hf, dims)
-        wanted = _forms(forms)
-        dialect = {"experts": experts} if dims.get("e") else {}
-        if name == "hf":
-            _refuse_mesh(mesh, name)
-            return undivided(_in_order(view, wanted)), None, None, dialect
-        return FsdpPlacement(view, mesh).locals(wanted), None, None, dialect | {"mesh": str(mesh), "root": options.root}
-    if name == "archon":
-        if not t.archon:
-            raise ConfigError(f"The family {t.name} has no Archon names.")
-        placement = FsdpPlacement(View(t.archon, dims), mesh)
-        return placement.locals(_forms({""})), None, None, {"mesh": str(mesh)}
-    if mesh.dp_shard > 1:
-        raise ConfigError(
-            "--dp-shard concerns dcp and archon; Megatron's data-parallel ranks all hold the same weights."
-        )
-    pipe = pipeline(mesh, dims["layers"], dims["mtp"])
-    vocab = padded_vocab(dims["v"], options.vocab_divisor, mesh.tp)
-    dialect = {
-        "mesh": str(mesh),
-        "vocab": {"true": dims["v"], "stored": vocab},
-        "pipeline": mesh.layout or str(mesh.pp),
-    }
-    if name == "mp_rank":
-        experts = options.megatron_experts or ("grouped" if options.spec == "te" else "sequential")
-        dialect |= {"spec": options.spec} | ({"experts": experts} if dims.get("e") else {})
-        placed = MegatronPlacement(View(t.megatron, dims), mesh, pipe, vocab, per_rank=True).locals(
-            _forms({"", options.spec, experts})
-        )
-        return placed, pipe, vocab, dialect
-    stacked = not always_indexed(t.megatron, dims)
-    dialect["layers"] = "stacked" if stacked else "indexed"
-    view = View(global_rows(t.megatron, stacked=stacked), dims)
-    return MegatronPlacement(view, mesh, pipe, vocab).locals(_forms({""})), pipe, vocab, dialect
-
-
-def _forms(forms: set[str]) -> Callable[[Row], bool]:
-    return lambda row: row.form in forms
-
-
-def _refuse_mesh(mesh: Mesh, name: str) -> None:
-    if mesh.world > 1 or mesh.dp_shard > 1:
-        raise ConfigError(
-            f"{name} has no ranks; the mesh ({mesh}) does not apply to it.", hint="Drop the mesh options."
-        )
-
-
-def _in_order(view: View, wanted: Callable[[Row], bool]) -> list[Named]:
-    """Hugging Face's order: embedding, layers, norm, head."""
-    tensors = list(view.all_named(wanted))
-    order = {"first": 0, "layer": 1, "mtp": 1, "last": 2}
-    return sorted(tensors, key=lambda n: order.get(n.row.place, 2))
-
-
-def _experts_form(ckpt: Checkpoint, name: str) -> str:
-    """How to name experts when nobody says: a DCP as transformers 5 holds them in memory, files as the source's did."""
-    if name == "dcp":
-        return "fused"
-    for dialect in (ckpt.dialect, *_earlier_dialects(ckpt)):
-        forms = dialect.get("forms")
-        forms = forms if isinstance(forms, list) else []
-        if ckpt.format in ("hf",) or dialect is not ckpt.dialect:
-            for form in ("fused", "per_expert"):
-                if form in forms:
-                    return form
-    return "per_expert"
-
-
-def _earlier_dialects(ckpt: Checkpoint) -> Iterator[Mapping[str, Any]]:
-    """Dialects of the Hugging Face checkpoint from which this one once came, by its manifest."""
-    source = (manifest.read(ckpt.path) or {}).get("source")
-    while isinstance(source, Mapping):
-        if source.get("format") == "hf":
-            dialect = source.get("dialect")
-            yield dialect if isinstance(dialect, Mapping) else {}
-        source = source.get("origin")
-
-
-def atoms_of(named: Named, view_dims: Mapping[str, int]) -> list[str]:
-    """Names of all atoms that a tensor holds."""
-    spans = {v: range(named.geometry.shape[d]) for v, d in named.geometry.index.items()}
-    names = []
-    for values in product(*spans.values()):
-        ids = {"i": named.layer, "e": named.expert} | dict(zip(spans, values, strict=True))
-        names += [place.atom.name.format(**ids) for place in named.geometry.places]
-    return names
-
-
-def _dtype_of(ckpt: Checkpoint, dtypes: Mapping[str, str], locals_: Sequence[Local]) -> Callable[[Named], str]:
-    """The type of every target tensor. Raises PlanError where one tensor would need two."""
-    found: dict[str, str] = {}
-    problems = Problems()
-    for local in locals_:
-        named = local.named
-        if named.name in found:
-            continue
-        held: dict[str, str] = {}
-        for atom in atoms_of(named, ckpt.view.dims):
-            if atom in dtypes:
-                held.setdefault(dtypes[atom], atom)
-        if len(held) > 1:
-            mixed = ", ".join(f"{atom} is {dtype}" for dtype, atom in held.items())
-            problems.add(named.name, f"would hold several element types: {mixed}", "choose one with --dtype")
-        found[named.name] = next(iter(held), "F32")
-    problems.raise_as(PlanError, "Mixed element types:")
-    return lambda named: found[named.name]
-
-
-def _lay_out(
-    ckpt: Checkpoint,
-    name: str,
-    mesh: Mesh,
-    options: Options,
-    locals_: list[Local],
-    dtype_of: Callable[[Named], str],
-    vocab: int | None,
-    pipe: Pipeline | None,
-) -> Target:
-    """Files and places for all local tensors. Repeats of an atom under another name become numbered copies."""
-    locals_ = _number_copies(locals_)
-    if name == "hf":
-        target = hf.lay_out(locals_, dtype_of, max_shard=options.max_shard, weight_map=_weight_map(ckpt, options))
-    elif name in ("dcp", "archon"):
-        target = dcp.lay_out(locals_, dtype_of, root=options.root)
-    else:
-        config = side_config(ckpt, options) or ckpt.config
-        args = args_from_config(config, ckpt.view.dims, mesh, vocab or 0, dtype=_main_dtype(ckpt, options))
-        if name == "torch_dist":
-            rows, dims = ckpt.table.megatron, ckpt.view.dims
-            states = extra_states(rows, dims, stacked=not always_indexed(rows, dims))
-            target = torch_dist.lay_out(locals_, dtype_of, args, list(states))
-        else:
-            target = mp_rank.lay_out(locals_, dtype_of, args, mesh)
-    return target
-
-
-def _main_dtype(ckpt: Checkpoint, options: Options) -> str:
-    dtypes = list(target_dtypes(ckpt, options).values())
-    return max(set(dtypes), key=dtypes.count, default="BF16")
-
-
-def _number_copies(locals_: list[Local]) -> list[Local]:
-    """A tensor that repeats another's atoms under a second name or in a second place becomes a numbered copy of it."""
-    homes: dict[tuple[str, int, int], list[tuple[str, str]]] = {}
-    result = []
-    for local in locals_:
-        named = local.named
-        key = (named.name, named.row.place)
-        known = homes.setdefault((named.row.atoms[0].name, named.layer, named.expert), [key])
-        if key not in known:
-            known.append(key)
-        base = known.index(key) * ALTERNATE
-        result.append(replace(local, copy=base + local.copy) if base else local)
-    return result
-
-
-def _weight_map(ckpt: Checkpoint, options: Options) -> dict[str, str] | None:
-    """The shards of the Hugging Face checkpoint from which this one came, unless the user sets a size."""
-    if options.max_shard != Options.max_shard or ckpt.found.hf is None or not (ckpt.found.hf / INDEX).is_file():
-        return None
-    try:
-        weights = read_json(ckpt.found.hf / INDEX)["weight_map"]
-        return {str(k): str(v) for k, v in weights.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-# ------------------------------------------------------------------------------------------------ side files
-
-
-def side_config(ckpt: Checkpoint, options: Options) -> dict[str, Any] | None:
-    """The config with what this conversion changes, or None when it changes nothing."""
-    changes = dict(ckpt.dialect.get("config_changes", {}))
-    if options.dtype:
-        wanted = parse(options.dtype).torch
-        for key in ("dtype", "torch_dtype"):
-            if key in ckpt.config and ckpt.config[key] != wanted:
-                changes[key] = wanted
-    derived = not ckpt.config_from.endswith("config.json")
-    if not changes and not derived:
-        return None
-    return {k: v for k, v in {**ckpt.config, **changes}.items() if k not in changes or changes[k] is not None}
+    return Planned(ckpt, name, mesh, options, joined, target, placed.dialect, time.perf_counter() - start)
 
 
 def _side_files(planned: Planned) -> tuple[dict[str, bytes], list[str]]:
@@ -488,8 +244,8 @@ def run(
             work.write_text(name, data)
         dtypes = {a.name: a.target_dtype for a in planned.plan.atoms}
         entries = {name: (dtypes[name], digest) for name, digest in result.digests.items()}
-        built = manifest.build(planned.source, planned.format, planned.dialect, planned.plan.digest, entries)
-        work.write_text(MANIFEST, manifest.encode(built))
+        built = build(planned.source, planned.format, planned.dialect, planned.plan.digest, entries)
+        work.write_text(MANIFEST, encode(built))
         result.seconds["move"] = time.perf_counter() - start
         if verify:
             start = time.perf_counter()
@@ -524,18 +280,12 @@ def _move(planned: Planned, work: WorkDir, limits: Limits, progress: Progress | 
         for file in planned.target.files:
             fd = out.fd(file.name)
             for offset, data in file.segments:
-                _write(fd, data, offset)
+                write_exactly(fd, memoryview(data), offset)
         run_all(((atom_bytes(a.source), job(a)) for a in todo), limits.workers, shared.stop)
     finally:
         source.close()
         out.close()
     shared.problems.raise_as(SourceError, f"{planned.source.path} cannot be converted as it is:")
-
-
-def _write(fd: int, data: bytes, offset: int) -> None:
-    from .rawio import write_exactly
-
-    write_exactly(fd, memoryview(data), offset)
 
 
 def _counter(phase: str, total: int, progress: Progress | None) -> Callable[[int], None]:
@@ -564,6 +314,3 @@ def _read_back(planned: Planned, path: Path, result: Result, limits: Limits, pro
         if any(d != digest for d in found):
             problems.add(name, "reads back with another content than was written", "check the disk; please report this")
     problems.raise_as(VerifyError, "What was written is not what was read:")
-
-
-__all__ = ["ConvertError", "Mesh", "Options", "Planned", "Result", "convert", "plan", "run"]

@@ -18,8 +18,11 @@ what to do. An error that several things caused carries all of them in `problems
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+_LONG_WORD = re.compile(r"\S{400,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,9 @@ class Problem:
 
 
 def printable(text: str) -> str:
-    """Names come from files: control characters and lone surrogates are shown, not sent to the terminal."""
+    """Names come from files: control characters and lone surrogates are shown, not sent to the terminal; a word of
+    thousands of letters is cut."""
+    text = _LONG_WORD.sub(lambda m: f"{m[0][:160]}…({len(m[0])} characters)", text)
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -266,6 +266,16 @@ class View:
         return all(axis in self.dims for axis in atom.axes.split())
 
 
+def atoms_of(named: Named) -> list[str]:
+    """Names of all atoms that a tensor holds."""
+    spans = {v: range(named.geometry.shape[d]) for v, d in named.geometry.index.items()}
+    names = []
+    for values in product(*spans.values()):
+        ids = {"i": named.layer, "e": named.expert} | dict(zip(spans, values, strict=True))
+        names += [place.atom.name.format(**ids) for place in named.geometry.places]
+    return names
+
+
 def contiguous(
     named: Named, shape: Ints, buffer: Buffer, itemsize: int, dtype: str, copy: int = 0
 ) -> Iterator[tuple[str, Slot]]:

@@ -39,7 +39,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         problems = Problems()
-        for name in ("tp", "pp", "vpp", "ep", "etp", "dp_shard"):
+        for name in ("tp", "pp", "vpp", "ep", "etp", "dp_shard", "first", "last"):
             size = getattr(self, name)
             if size is not None and (not isinstance(size, int) or size < 1):
                 problems.add(name, f"must be a whole number of at least 1, not {size!r}")
@@ -63,9 +63,10 @@ class Mesh:
 
     def __str__(self) -> str:
         sizes = [("tp", self.tp), ("pp", self.pp), ("vpp", self.vpp), ("ep", self.ep), ("dp_shard", self.dp_shard)]
-        if self.etp not in (None, self.tp):
+        if self.etp is not None and (self.etp != self.tp or self.etp == 1):
             sizes.append(("etp", self.expert_tp))
-        return " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "one rank"
+        shown = [f"{name}{size}" for name, size in sizes if size > 1 or (name == "etp" and self.tp > 1)]
+        return " ".join(shown) or "one rank"
 
 
 class Rank(NamedTuple):
@@ -240,6 +241,10 @@ def _from_text(text: str, pp: int, vpp: int, layers: int, mtp: int) -> Pipeline:
         problems.add("layout", "has a decoder layer after an MTP layer")
     if sum("m" in stage for stage in stages) > 1:
         problems.add("layout", "spreads the MTP layers over several stages", "Megatron keeps them on one")
+    if "m" in flat and pp * vpp == len(stages) and not any("m" in stage for stage in stages[(vpp - 1) * pp :]):
+        problems.add("layout", "has MTP layers that are not in the last chunk of their stage")
+    if vpp > 1 and pp == 1:
+        problems.add("vpp", "virtual stages need at least two pipeline stages")
     problems.raise_as(MeshError, f"Pipeline layout {text!r} does not fit:")
     start, cut = 0, []
     for letters in stages:

@@ -11,7 +11,7 @@ from typing import Any
 from ..mappings import FAMILIES, table
 from ..mappings.megatron_args import config_from_args
 from ..mappings.schema import Table, skeleton
-from ..mappings.torch_dist import global_rows
+from ..mappings.torch_dist import INDEXED, global_rows
 from .checkpoint import (
     Checkpoint,
     Matched,
@@ -84,9 +84,17 @@ def detect(path: Path) -> str | None:
 
 def read_headers(path: Path, also: Sequence[Path] = ()) -> Found:
     """What is on disk, whatever the format. Raises NotACheckpoint when it is none."""
+    try:
+        return _read_headers(path, also)
+    except OSError as error:
+        raise SourceError(f"{error.filename or path}: cannot be read: {error.strerror or error}.") from error
+
+
+def _read_headers(path: Path, also: Sequence[Path]) -> Found:
+    if "\0" in str(path) or any(len(part.encode(errors="surrogateescape")) > 255 for part in path.parts):
+        raise NotACheckpoint(f"{str(path)!r} is no path.")
+    _check_tracker(path)
     name = detect(path)
-    if name is None:
-        _check_tracker(path)
     if name == "torch_dist":
         return torch_dist.read_checkpoint(path, also)
     if name == "mp_rank":
@@ -104,9 +112,14 @@ def read_headers(path: Path, also: Sequence[Path] = ()) -> Found:
 
 def _check_tracker(path: Path) -> None:
     """A run's root whose tracker names a checkpoint that is not there, or none that is read."""
+    if not (path / torch_dist.TRACKER).is_file():
+        return
     named = torch_dist.tracked(path)
     if named is None:
-        return
+        raise NotACheckpoint(
+            f"{path / torch_dist.TRACKER} names no iteration; a number or `release` was expected.",
+            hint="Give the path of the checkpoint itself.",
+        )
     if not named.is_dir():
         others = ", ".join(sorted(p.name for p in path.glob("iter_*"))) or "none"
         raise NotACheckpoint(
@@ -114,8 +127,16 @@ def _check_tracker(path: Path) -> None:
             hint=f"Checkpoints here: {others}. Give the path of one of them.",
         )
     if (named / torch_dist.BACKEND).is_file():
-        torch_dist.read_backend(named)
-    raise NotACheckpoint(f"{named} (named by {path / torch_dist.TRACKER}) holds no checkpoint that is read.")
+        _check_backend(named)
+    if detect(named) is None:
+        raise NotACheckpoint(f"{named} (named by {path / torch_dist.TRACKER}) holds no checkpoint that is read.")
+
+
+def _check_backend(where: Path) -> None:
+    try:
+        torch_dist.read_backend(where)
+    except ValueError as error:
+        raise SourceError(f"{where / torch_dist.BACKEND}: cannot be read as JSON: {error}.") from None
 
 
 def open_checkpoint(
@@ -182,7 +203,7 @@ def _describe(ckpt: Checkpoint, drop: Sequence[str]) -> None:
     ckpt.atoms = ckpt.view.atoms()
     lay_down(matched, ckpt.slots)
     _dialect(ckpt, matched)
-    if not ckpt.problems:
+    if not ckpt.found.incomplete:
         check_total(ckpt)
 
 
@@ -203,7 +224,7 @@ def _view(ckpt: Checkpoint, dims: dict[str, int]) -> View:
         return View(t.archon, dims)
     if ckpt.format == "mp_rank":
         return View(t.megatron, dims)
-    stacked = not any(skeleton(s.name)[0].startswith("decoder.layers.{}.") for s in ckpt.found.tensors)
+    stacked = not any(skeleton(s.name)[0].startswith(INDEXED) for s in ckpt.found.tensors)
     ckpt.dialect["layers"] = "stacked" if stacked else "indexed"
     return View(global_rows(t.megatron, stacked=stacked), dims)
 

@@ -163,8 +163,15 @@ class MegatronPlacement:
             problems.add("ep", f"{e} experts do not divide by {mesh.ep}", _divisors(e))
         if not e and mesh.ep > 1:
             problems.add("ep", f"this model has no experts to spread over {mesh.ep} ranks", "drop --ep")
-        _check_cuts(tensors, dims, self.vocab, lambda row: mesh.expert_tp if row.expert else mesh.tp, problems)
+        hard = [n for n in tensors if self.per_rank or not n.row.soft]
+        _check_cuts(hard, dims, self.vocab, lambda row: mesh.expert_tp if row.expert else mesh.tp, problems)
         problems.raise_as(MeshError, f"The mesh ({mesh}) cannot hold this model:")
+
+    def _cut(self, named: Named, total: Ints) -> Cut | None:
+        """The row's cut, or None where a soft one does not divide and whole tensors will do."""
+        cut = cut_of(named.row, self.view.dims, total)
+        whole = named.row.soft and not self.per_rank
+        return None if cut and whole and cut.unit % self.mesh.tp else cut
 
     def _place(self, named: Named) -> Iterator[Local]:
         if "i" in named.geometry.index:
@@ -190,7 +197,7 @@ class MegatronPlacement:
         """The tensor (or its box at the `stacked` layer) on every TP, or EP and ETP, rank of one stage."""
         row, dims, mesh = named.row, self.view.dims, self.mesh
         total = padded(named, self.vocab)
-        cut = cut_of(row, dims, total)
+        cut = self._cut(named, total)
         per_ep = dims.get("e", 0) // mesh.ep
         expert = named.expert % per_ep if named.expert >= 0 else -1
         # Stacked experts are one chunk each, as Megatron writes them: its reader loads a whole chunk for every request.
@@ -292,8 +299,8 @@ class FsdpPlacement:
 
     def _check(self, tensors: Sequence[Named]) -> None:
         problems, mesh, e = Problems(), self.mesh, self.view.dims.get("e", 0)
-        if mesh.pp > 1 or mesh.vpp > 1:
-            problems.add("pp", "these checkpoints name tensors globally; stages do not exist in them", "drop --pp")
+        if (mesh.pp, mesh.vpp, mesh.first, mesh.last, mesh.layout) != (1, 1, None, None, None):
+            problems.add("pp", "these checkpoints name tensors globally; stages do not exist in them", "drop the pipeline options")
         if mesh.ep > 1 and (not e or e % mesh.ep):
             problems.add("ep", f"{e} experts do not divide by {mesh.ep}", _divisors(e) if e else "drop --ep")
         if mesh.expert_tp not in (1, mesh.tp):
@@ -301,6 +308,16 @@ class FsdpPlacement:
         inside = mesh.ep // mesh.tp if mesh.expert_tp == 1 and mesh.tp > 1 and mesh.ep > 1 else mesh.ep
         if inside == 0 or mesh.dp_shard % inside or (mesh.ep > 1 and mesh.expert_tp == 1 and mesh.ep % mesh.tp):
             problems.add("ep", f"EP {mesh.ep} does not fit into dp_shard {mesh.dp_shard} × tp {mesh.tp}")
+        told: set[str] = set()
+        for named in tensors:
+            fsdp, dim = self._fsdp(named)
+            if dim == 1 and self._rows(named) % fsdp and named.row.name not in told:
+                told.add(named.row.name)
+                problems.add(
+                    "dp_shard",
+                    f"{named.name}: {self._rows(named)} rows of an expert do not divide by {fsdp}",
+                    "with more ranks than experts, FSDP cuts dimension 1, and that evenly only",
+                )
         cut = [n for n in tensors if not n.row.pad]  # a vocabulary that does not divide leaves the last rank fewer rows
         _check_cuts(cut, self.view.dims, None, self._tp, problems)
         problems.raise_as(MeshError, f"The mesh ({mesh}) cannot hold this model:")
@@ -308,14 +325,29 @@ class FsdpPlacement:
     def _tp(self, row: Row) -> int:
         return self.mesh.expert_tp if row.expert and self.mesh.ep > 1 else self.mesh.tp
 
+    def _grid(self, named: Named) -> tuple[Cut | None, int, int]:
+        """How a tensor is cut before FSDP: the TP cut, the EP size, and the TP size."""
+        cut = cut_of(named.row, self.view.dims, named.geometry.shape)
+        stacked = named.row.expert and "e" in named.geometry.index
+        return cut, self.mesh.ep if stacked else 1, self._tp(named.row) if cut else 1
+
+    def _fsdp(self, named: Named) -> tuple[int, int]:
+        """Over how many ranks FSDP shards a tensor, and on which dimension."""
+        _, ep, parts = self._grid(named)
+        fsdp = self.mesh.dp_shard * self.mesh.tp // (ep * parts) if ep > 1 else self.mesh.dp_shard
+        return fsdp, 1 if ep > 1 and fsdp * ep > named.geometry.shape[0] else 0
+
+    def _rows(self, named: Named) -> int:
+        """Rows of one expert on one TP rank."""
+        cut, _, parts = self._grid(named)
+        rows = named.geometry.shape[1]
+        return rows // parts if cut and cut.dim == 1 else rows
+
     def _place(self, named: Named) -> Iterator[Local]:
         row, mesh, total = named.row, self.mesh, named.geometry.shape
-        cut = cut_of(row, self.view.dims, total)
         stacked = row.expert and "e" in named.geometry.index
-        ep = mesh.ep if stacked else 1
-        parts = self._tp(row) if cut else 1
-        fsdp = mesh.dp_shard * mesh.tp // (ep * parts) if ep > 1 else mesh.dp_shard
-        dim = 1 if ep > 1 and fsdp * ep > total[0] else 0
+        cut, ep, parts = self._grid(named)
+        fsdp, dim = self._fsdp(named)
         for e, part in ((e, p) for e in range(ep) for p in range(parts)):
             span = range(e * total[0] // ep, (e + 1) * total[0] // ep)
             pieces, shape = _pieces(named.geometry, total, cut, part, parts, 0, span if stacked else range(0))

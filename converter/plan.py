@@ -102,6 +102,10 @@ def join(
         for copy, slots in found.items():
             if not tiles([s.box for s in slots], shape):
                 problems.add(name, _coverage(slots, shape, f"copy {copy} in the source" if copy else "the source"))
+        for where, slots in (("source", [s for held in found.values() for s in held]), ("target", homes)):
+            types = sorted({s.dtype for s in slots})
+            if len(types) > 1:
+                problems.add(name, f"the {where} holds it in several element types: {', '.join(types)}")
         if not homes:
             problems.add(name, "the target has no place for it", "the two tables disagree: please report this")
         for slots in copies_of(homes).values():

@@ -91,9 +91,12 @@ def _bytes(array: Array) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _window(fd: int, offset: int, span: int, *, write: bool) -> tuple[mmap.mmap, int]:
+def _window(fd: int, name: str, offset: int, span: int, *, write: bool) -> tuple[mmap.mmap, int]:
     """A mapping that holds `span` bytes from `offset`, and where in it they begin."""
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    size = os.fstat(fd).st_size
+    if size < offset + span:
+        raise CorruptFile(f"{name}: the file ends at byte {size}, {offset + span - size} bytes too early.")
     access = mmap.ACCESS_WRITE if write else mmap.ACCESS_READ
     return mmap.mmap(fd, offset - start + span, access=access, offset=start), offset - start
 
@@ -116,7 +119,7 @@ def read_box(files: Files, slot: Slot, box: Box, out: Array) -> None:
             read_exactly(fd, memoryview(raw), offset, slot.buffer.file)
             np.copyto(out, _strided(raw, 0, sizes, slot.strides, itemsize))
             return
-        memory, start = _window(fd, offset, run.span, write=False)
+        memory, start = _window(fd, slot.buffer.file, offset, run.span, write=False)
         view = _strided(memory, start, sizes, slot.strides, itemsize)
         np.copyto(out, view)
         del view
@@ -149,7 +152,7 @@ def write_box(files: Files, slot: Slot, box: Box, data: Array) -> None:
     sizes, offset, fd = box.sizes, slot.at(box.lo), files.fd(slot.buffer.file)
     run = runs(sizes, slot.strides, itemsize)
     if run.block < BLOCK and run.loops:
-        memory, start = _window(fd, offset, run.span, write=True)
+        memory, start = _window(fd, slot.buffer.file, offset, run.span, write=True)
         view = _strided(memory, start, sizes, slot.strides, itemsize)
         np.copyto(view, data)
         del view

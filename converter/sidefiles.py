@@ -73,6 +73,14 @@ def read_json(path: Path) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def read_index(directory: Path) -> bytes | None:
+    """The index of a directory's shards as it stands there, or None."""
+    try:
+        return (directory / INDEX).read_bytes()
+    except OSError:
+        return None
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """`config.json` as a dict. Raises ConfigError when it is no JSON object."""
     path = directory / "config.json"

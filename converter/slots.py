@@ -137,6 +137,8 @@ def tiles(boxes: Sequence[Box], shape: Ints) -> bool:
     """Whether the boxes cover `shape` with every element exactly once. Near-linear for the cuts that meshes make."""
     if sum(b.volume for b in boxes) != prod(shape):
         return False
+    if any(a < 0 or b > n for box in boxes for a, b, n in zip(box.lo, box.hi, shape, strict=True)):
+        return False
     return len(boxes) <= 1 or _disjoint(list(boxes), 0)
 
 

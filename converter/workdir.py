@@ -37,6 +37,8 @@ def settle_target(target: str | Path) -> Path:
     path = Path(os.path.abspath(target))
     if "\0" in str(path) or len(os.fsencode(path.name + PARTIAL)) > 255 or not path.name:
         raise TargetError(f"{str(target)!r} is no name for a new directory.", hint="Choose another target.")
+    if path.is_dir() and path.samefile(Path.cwd()):
+        raise TargetError(f"{path} is the current directory, which would be renamed away.", hint="Name a new one.")
     if path.is_symlink():
         raise TargetError(f"{path} is a symbolic link.", hint=f"Give the directory itself: {path.resolve()}")
     if os.path.ismount(path) or (path.is_dir() and path.stat().st_dev != path.parent.stat().st_dev):

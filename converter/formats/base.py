@@ -54,6 +54,7 @@ class Found:
     facts    what else `inspect` should tell
     notes    things worth a warning; `problems` what makes the checkpoint unusable
     files    every file that was looked at, with its size: the source's identity
+    incomplete  a whole file could not be read; what it holds is not listed as missing once more
     """
 
     format: str
@@ -67,6 +68,7 @@ class Found:
     notes: list[str] = field(default_factory=list)
     problems: Problems = field(default_factory=Problems)
     files: dict[str, int] = field(default_factory=dict)
+    incomplete: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class _Reader:
         self.roots = roots
         self.only = only
         self.skipped: list[str] = []
-        self.named: set[str] = set()
+        self.reach: dict[str, int] = {}
         self.problems = Problems()
         self.files: dict[str, Path | None] = {}
         self.needed: dict[str, int] = {}
@@ -167,7 +167,7 @@ class _Reader:
         for key, value in found.items():
             try:
                 name, offsets = _text(_state(key), "fqn"), _state(key).get("offset")
-                self.named.add(_text(_state(value), "relative_path"))
+                self._note_reach(_state(value))
                 if not self._wanted(name):
                     continue
                 place = self._place(name, _state(value))
@@ -178,6 +178,12 @@ class _Reader:
             if out.setdefault(index, place) != place:
                 self.problems.add(name, f"the same part of it is stored twice, in {out[index][0]} and in {place[0]}")
         return out
+
+    def _note_reach(self, info: dict[Any, Any]) -> None:
+        """How far a file's entries reach, whoever wants them: what lies beyond is odd."""
+        file = _text(info, "relative_path")
+        end = info["offset"] + info["length"] if _natural(info.get("offset")) and _natural(info.get("length")) else 0
+        self.reach[file] = max(self.reach.get(file, 0), end)
 
     def _place(self, name: str, info: dict[Any, Any]) -> tuple[str, int, int]:
         file, offset, length = _text(info, "relative_path"), info.get("offset"), info.get("length")
@@ -257,8 +263,12 @@ class _Reader:
     def _stale(self) -> Iterator[Problem]:
         for root in self.roots:
             for path in sorted(root.glob("__*_*.distcp")):
-                if path.name not in self.named:
+                if path.name not in self.reach:
                     yield Problem(str(path), f"is not named in {METADATA}", "left over from another save; ignored")
+        for file, found in self.files.items():
+            surplus = found.stat().st_size - self.reach[file] if found is not None else 0
+            if surplus > 0:
+                yield Problem(str(found), f"is {surplus} bytes longer than its entries reach", "appended to?")
 
 
 def _state(value: Any) -> dict[Any, Any]:

@@ -62,11 +62,13 @@ def _guard(found: Found, file: Path, action: Callable[[], None]) -> None:
     try:
         action()
     except SourceError as error:
+        found.incomplete = True
         if error.problems:
             found.problems.found.extend(error.problems)
         else:
             found.problems.add(str(file), error.what, error.hint)
     except OSError as error:
+        found.incomplete = True
         found.problems.add(str(file), f"cannot be read: {error.strerror or error}")
 
 
@@ -91,7 +93,9 @@ def _index(path: Path, found: Found) -> dict[str, str] | None:
 
 def _shards(where: Path, index: dict[str, str] | None, found: Found) -> list[Path]:
     """The safetensors files that make up the model: the index decides, then the single file, then whatever is there."""
-    present = sorted(p for p in where.iterdir() if p.suffix == ".safetensors" and not _foreign(p.name))
+    weights = sorted(p for p in where.iterdir() if p.suffix == ".safetensors")
+    present = [p for p in weights if not _foreign(p.name)]
+    found.notes += [f"{p.name} is left aside: not this model's file by its name" for p in weights if _foreign(p.name)]
     if index is None:
         single = [p for p in present if p.name == SINGLE]
         if single and len(present) > 1:
@@ -107,6 +111,7 @@ def _shards(where: Path, index: dict[str, str] | None, found: Found) -> list[Pat
     for file in missing:
         count = sum(v == file for v in index.values())
         what = "a dangling link" if (where / file).is_symlink() else "not there"
+        found.incomplete = True
         found.problems.add(str(where / file), f"{what}; the index puts {count} tensors into it", "fetch it again")
     return [where / f for f in named if f not in missing] + [p for p in present if p.name not in named]
 
@@ -122,6 +127,7 @@ def _bin_files(where: Path, index: dict[str, str] | None, found: Found) -> list[
     files = sorted(set(index.values()))
     for file in files:
         if not (where / file).exists():
+            found.incomplete = True
             found.problems.add(str(where / file), "not there, though the index names it", "fetch it again")
     return [where / f for f in files if (where / f).exists()]
 
@@ -243,17 +249,17 @@ def same_bytes(a: Buffer, b: Buffer, chunk: int = 1 << 22) -> bool:
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def lay_out(
-    locals_: Sequence[Local], dtype_of: DTypeOf, *, max_shard: int, weight_map: Mapping[str, str] | None = None
-) -> Target:
+def lay_out(locals_: Sequence[Local], dtype_of: DTypeOf, *, max_shard: int, index: bytes | None = None) -> Target:
     """Cut the tensors into shards and give each its bytes.
 
-    max_shard    bytes of tensors in a file, at most (a larger tensor gets a file for itself)
-    weight_map   the source's own cut into shards; used when it names exactly these tensors
+    max_shard   bytes of tensors in a file, at most (a larger tensor gets a file for itself)
+    index       the source's own index of shards: used, and kept byte for byte, when it describes exactly these tensors
     """
     target = Target()
     dtypes = {id(local): dtype_of(local.named) for local in locals_}
-    groups = _as_before(locals_, weight_map) or _greedy(locals_, dtypes, max_shard)
+    before, before_size = _parse_index(index)
+    as_before = _as_before(locals_, before)
+    groups = as_before or _greedy(locals_, dtypes, max_shard)
     total = sum(nbytes(local, dtypes[id(local)]) for local in locals_)
     for file, members in groups.items():
         # The library's order: larger element types first, then by name (safetensors/src/tensor.rs, `prepare`).
@@ -269,7 +275,8 @@ def lay_out(
     if list(groups) != [SINGLE]:
         names = {x.name: file for file, members in groups.items() for x in members}
         parameters = sum(_elements(x) for x in locals_)
-        target.texts[INDEX] = index_json(names, total, parameters)
+        same = index is not None and as_before is not None and before_size in (None, total)
+        target.texts[INDEX] = index if same and index else index_json(names, total, parameters)
     return target
 
 
@@ -280,6 +287,17 @@ def index_json(weight_map: Mapping[str, str], total: int, parameters: int) -> by
         "weight_map": dict(sorted(weight_map.items())),
     }
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _parse_index(index: bytes | None) -> tuple[dict[str, str] | None, int | None]:
+    """Weight map and total size of an index, or None for what it does not say."""
+    try:
+        parsed = json.loads(index or b"{}")
+        size = parsed.get("metadata", {}).get("total_size")
+        weights = {str(k): str(v) for k, v in parsed["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None, None
+    return weights, size if isinstance(size, int) else None
 
 
 def _elements(local: Local) -> int:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from ...mappings.blocks import MEGATRON_ENDS
 from ...mappings.schema import skeleton, stored_shape
 from ..dtypes import BY_NAME
 from ..errors import SourceError
@@ -29,9 +31,6 @@ from .torchfile import TensorRef, TensorSpec, plan, read
 name = "mp_rank"
 FILE = "model_optim_rng.pt"
 _DIRECTORY = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-ENDS = frozenset({"embedding.word_embeddings.weight", "decoder.final_layernorm.weight"})
-"""What the first and the last pipeline stage hold: a file with both is a whole pipeline."""
-
 Coordinates = tuple[int, int, int]
 """TP, PP and EP rank of a file."""
 
@@ -56,10 +55,12 @@ def read_checkpoint(path: Path) -> Found:
             trees[directory] = read(file)
             found.files[str(file)] = file.stat().st_size
         except SourceError as error:
+            found.incomplete = True
             found.problems.found.extend(error.problems)
             if not error.problems:
                 found.problems.add(str(file), error.what, error.hint)
         except OSError as error:
+            found.incomplete = True
             found.problems.add(str(file), f"cannot be read: {error.strerror or error}")
     first = next(iter(trees.values()), {})
     found.args = arguments(first.get("args")) if isinstance(first, Mapping) else None
@@ -80,7 +81,7 @@ def _coordinates(directories: Sequence[str], found: Found) -> list[Coordinates]:
         assert match is not None
         tp, second, third = (int(g) if g else 0 for g in match.groups())
         held = {skeleton(t.name)[0] for t in found.tensors if t.rank == rank}
-        result.append((tp, second, third, match.group(3) is None and held >= ENDS))
+        result.append((tp, second, third, match.group(3) is None and held >= MEGATRON_ENDS))
     only_ep = all(both for *_, both in result) and any(second for _, second, _, _ in result)
     return [(tp, 0, second) if only_ep else (tp, second, third) for tp, second, third, _ in result]
 
@@ -93,12 +94,15 @@ def _collect(tree: Any, rank: int, file: Path, found: Found) -> None:
     if not chunks:
         found.problems.add(str(file), "has no 'model' in it", f"it holds {', '.join(map(str, list(tree)[:6]))}")
     for chunk, key in enumerate(chunks):
+        if not isinstance(tree[key], Mapping):
+            found.problems.add(str(file), f"its {key!r} is a {type(tree[key]).__name__}, not a dictionary of tensors")
+            found.incomplete = True
         for tensor, value in _flat(tree[key], ""):
             if isinstance(value, TensorRef):
                 found.tensors.append(stored_ref(tensor, value, rank, chunk))
             else:
                 found.others[tensor] = type(value).__name__
-    for key in tree.keys() - set(chunks) - {"args", "checkpoint_version", "iteration"}:
+    for key in tree.keys() - set(chunks) - common_state({}).keys():
         found.others[str(key)] = "no weights"
 
 
@@ -147,22 +151,34 @@ def _check_count(found: Found, tp: int, pp: int, ep: int) -> None:
     """Refuse a set of files that cannot be whole, before anything as large as the numbers in their names is made."""
     present = len(found.facts["coordinates"])
     args = found.args or {}
+    said = {}
     for axis, seen, key in (
         ("TP", tp, "tensor_model_parallel_size"),
         ("PP", pp, "pipeline_model_parallel_size"),
     ):
-        if isinstance(args.get(key), int) and args[key] > seen:
+        said[axis] = args[key] if isinstance(args.get(key), int) and seen < args[key] <= 65536 else seen
+        if said[axis] > seen:
             raise SourceError(
-                f"{found.where}: its arguments say {axis} {args[key]}; there are files for {axis} {seen} only.",
+                f"{found.where}: its arguments say {axis} {args[key]}; there are files for {axis} {seen} only"
+                f"{_absent(found, said['TP'], said.get('PP', pp))}.",
                 hint="Fetch the missing mp_rank_* directories.",
             )
     # Every (TP, PP) pair has a file; with experts several, but not always one for every EP rank (ETP 1).
     if present < tp * pp or present > tp * pp * ep or max(tp, pp, ep) > 65536:
         shape = f"TP {tp} × PP {pp}" + (f" × EP {ep}" if ep > 1 else "")
         raise SourceError(
-            f"{found.where}: {present} mp_rank_* directories cannot be all of {shape}.",
+            f"{found.where}: {present} mp_rank_* directories cannot be all of {shape}{_absent(found, tp, pp)}.",
             hint="Every rank's file is needed.",
         )
+
+
+def _absent(found: Found, tp: int, pp: int) -> str:
+    """The first few directories that are not there, for a message."""
+    seen = {(t, p) for t, p, _ in found.facts["coordinates"]}
+    pairs = ((t, p) for p in range(min(pp, 512)) for t in range(min(tp, 512)) if (t, p) not in seen)
+    mesh = Mesh(tp=tp, pp=pp)
+    names = [directory_name(mesh, (t, p, 0)) for t, p in islice(pairs, 4)]
+    return f"; missing: {', '.join(names)}" if names else ""
 
 
 def match(

@@ -18,8 +18,9 @@ from ..placement import Local
 from ..sidefiles import find_hf, read_json
 from . import dcp
 from .base import DTypeOf, Found, Target
+from .bridge import FILE, read_run_config
 from .dcpfile import METADATA, read
-from .pickle_values import Opaque
+from .pickle_values import Global, Opaque
 from .torchfile import plan
 from .torchfile import read as read_torch
 
@@ -82,6 +83,8 @@ def read_checkpoint(path: Path, also: Sequence[Path] = ()) -> Found:
     found.files = dcp.files_of(index, where, also)
     found.others |= dict.fromkeys(index.objects, "object")
     _read_common(where, index, found)
+    if found.args is None and (said := read_run_config(where)) is not None:
+        found.args, found.facts["common"] = said, FILE
     dcp.locate_all(index, found)
     return found
 
@@ -89,7 +92,9 @@ def read_checkpoint(path: Path, also: Sequence[Path] = ()) -> Found:
 def read_backend(where: Path) -> str:
     """The backend that `metadata.json` names. Raises SourceError for any but torch_dist, ValueError for no file."""
     backend = read_json(where / BACKEND)
-    name = backend.get("sharded_backend") if isinstance(backend, dict) else None
+    if not isinstance(backend, dict):
+        raise SourceError(f"{where / BACKEND}: holds a {type(backend).__name__}, not an object.")
+    name = backend.get("sharded_backend")
     if name != "torch_dist":
         raise SourceError(
             f"{where}: its backend is {name!r}; only torch_dist is read.",
@@ -150,8 +155,11 @@ def lay_out(locals_: Sequence[Local], dtype_of: DTypeOf, args: Mapping[str, Any]
 
 def common_state(args: Mapping[str, Any]) -> dict[str, Any]:
     """What Megatron-LM keeps beside the tensors: its arguments, the format's version, the iteration."""
+    state = dict(args)
+    if isinstance(state.get("params_dtype"), str):
+        state["params_dtype"] = Global(*state["params_dtype"].split("."))
     return {
-        "args": Opaque("argparse", "Namespace", state=dict(args), new=True),
+        "args": Opaque("argparse", "Namespace", state=state, new=True),
         "checkpoint_version": 3.0,
         "iteration": 0,
         "num_floating_point_operations_so_far": 0,
