@@ -20,8 +20,13 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import pytest
+from hypothesis import settings
 
 import models
+
+# How long an example takes says more about the machine's other guests than about us.
+settings.register_profile("areal", deadline=None)
+settings.load_profile("areal")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
