@@ -35,6 +35,7 @@ class Checkpoint:
     table    the family's table; `view` its rows for this format, with the model's sizes
     slots    atom name → every home of it; `atoms` atom name → (atom, shape)
     drops    stored names that are left behind → why
+    left_out atoms that the user left behind with `drop`
     dialect  how the tensors are written down: forms, root, padded vocabulary, mesh
     """
 
@@ -49,6 +50,7 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
     dialect: dict[str, Any] = field(default_factory=dict)
     problems: Problems = field(default_factory=Problems)
+    left_out: frozenset[str] = frozenset()
 
     @property
     def format(self) -> str:
@@ -57,6 +59,18 @@ class Checkpoint:
     @property
     def path(self) -> Path:
         return self.found.root
+
+    def load_into(self, target: Any, mesh: Any = None, rank: int = 0, **options: Any) -> Any:
+        """Fill a module or a state dict in place, reading only what this rank needs; see `loading.load_into`."""
+        from .loading import load_into
+
+        return load_into(self, target, mesh, rank, **options)
+
+    def read(self, name: str, dtype: str | None = None) -> Any:
+        """One tensor, whole, by its stored name or as an atom; see `loading.read`."""
+        from .loading import read
+
+        return read(self, name, dtype)
 
     def check(self) -> Checkpoint:
         """Raise SourceError with everything that is wrong; return self when nothing is."""

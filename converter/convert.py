@@ -23,7 +23,7 @@ from .codecs import exactness
 from .errors import Problems, SourceError, TargetError, VerifyError
 from .execute import Limits, Shared, atom_bytes, run_all, transfer
 from .formats.base import Target
-from .manifest import build, encode
+from .manifest import build, encode, read_beside
 from .mesh import Mesh
 from .opening import format_name, open_checkpoint
 from .placement import Local
@@ -209,10 +209,31 @@ def _refuse_overlap(inputs: Sequence[Path], target: Path) -> None:
 def identity(planned: Planned) -> str:
     """What a resumed conversion must find unchanged: the plan, and the source's files with sizes and times."""
     h = xxhash.xxh3_128(planned.plan.digest.encode())
-    for name in sorted(planned.source.found.files):
-        stat = os.stat(name)
-        h.update(f"{name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}".encode(errors="surrogateescape"))
+    for name, state in file_states(planned).items():
+        h.update(f"{name} {state}".encode(errors="surrogateescape"))
     return h.hexdigest()
+
+
+def file_states(planned: Planned) -> dict[str, str]:
+    """Size, time and inode of every file of the source."""
+    states = {}
+    for name in sorted(planned.source.found.files):
+        try:
+            stat = os.stat(name)
+        except OSError as error:
+            raise SourceError(f"{name}: cannot be read: {error.strerror}.") from error
+        states[name] = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+    return states
+
+
+def _check_unchanged(planned: Planned, before: Mapping[str, str]) -> None:
+    """A source that was written meanwhile gave half old and half new weights, whatever the digests say."""
+    changed = [name for name, state in file_states(planned).items() if before[name] != state]
+    if changed:
+        raise SourceError(
+            f"{planned.source.path} was changed while it was converted: {', '.join(changed[:4])}",
+            hint="Convert it when nothing writes to it.",
+        )
 
 
 def run(
@@ -233,6 +254,7 @@ def run(
     total = sum(f.size for f in target.files) + sum(map(len, texts.values()))
     check_room(path, total if not resume else 0)
     result = Result(planned, path, left_behind=left)
+    states = file_states(planned)
     with explained(path, total), WorkDir(path, identity(planned), resume=resume, overwrite=overwrite) as work:
         start = time.perf_counter()
         work.keep_only({f.name for f in target.files})
@@ -254,6 +276,7 @@ def run(
             result.seconds["verify"] = time.perf_counter() - start
         start = time.perf_counter()
         work.sync()
+        _check_unchanged(planned, states)
         work.publish()
         result.seconds["sync"] = time.perf_counter() - start
     return result
@@ -286,6 +309,18 @@ def _move(planned: Planned, work: WorkDir, limits: Limits, progress: Progress | 
         source.close()
         out.close()
     shared.problems.raise_as(SourceError, f"{planned.source.path} cannot be converted as it is:")
+    _compare_with_manifest(planned, result.digests)
+
+
+def _compare_with_manifest(planned: Planned, digests: Mapping[str, str]) -> None:
+    """A source that was ours once says what its atoms were; the digests are here anyway."""
+    source = planned.source
+    known = read_beside(source.found.where, source.format)
+    for atom in planned.plan.atoms if known is not None else ():
+        said = known.get(atom.name) if known else None
+        if said and atom.source_dtype == atom.target_dtype == said[0] and digests[atom.name] != said[1]:
+            note = f"{atom.name} is not what {MANIFEST} says that it was: the weights were changed since"
+            source.notes.append(note)
 
 
 def _counter(phase: str, total: int, progress: Progress | None) -> Callable[[int], None]:
@@ -302,15 +337,30 @@ def _counter(phase: str, total: int, progress: Progress | None) -> Callable[[int
 
 def _read_back(planned: Planned, path: Path, result: Result, limits: Limits, progress: Progress | None) -> None:
     """Open what was written with the format's own reader, and compare the content of every copy of every atom."""
-    written = open_checkpoint(path, hf_config=None, family=planned.source.table.name)
+    written = open_checkpoint(path, family=planned.source.table.name)
     problems = Problems(list(written.problems.found))
+    problems.raise_as(VerifyError, "What was written cannot be read back:")
+    _compare_segments(planned, path)
     total = sum(atom_bytes(s) for s in written.slots.values())
     digests = copies_digests(written, limits, _counter("verify", total, progress))
     for name, digest in result.digests.items():
         found = digests.get(name, [])
         wanted = len(copies_of(planned.target.slots[name]))
-        if len(found) != wanted:
+        if len(found) < wanted:
             problems.add(name, f"{len(found)} copies were read back, {wanted} were written")
         if any(d != digest for d in found):
             problems.add(name, "reads back with another content than was written", "check the disk; please report this")
+    problems.raise_as(VerifyError, "What was written is not what was read:")
+
+
+def _compare_segments(planned: Planned, path: Path) -> None:
+    """What stands between the tensors (headers, pickles) must be as it was laid out, too."""
+    files, problems = Files(path), Problems()
+    try:
+        for file in planned.target.files:
+            fd = files.fd(file.name)
+            if any(os.pread(fd, len(data), offset) != data for offset, data in file.segments):
+                problems.add(file.name, "its header reads back otherwise than it was written", "check the disk")
+    finally:
+        files.close()
     problems.raise_as(VerifyError, "What was written is not what was read:")

@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .checkpoint import Checkpoint
 from .execute import ALGORITHM
-from .sidefiles import MANIFEST, read_json
+from .sidefiles import MANIFEST, above, read_json
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
 
 SCHEMA = 1
 
@@ -47,6 +49,7 @@ def build(
         "dialect": dict(dialect),
         "plan": plan_digest,
         "digest": ALGORITHM,
+        "left_out": sorted(source.left_out),
         "drops": dict(sorted(Counter(source.drops.values()).items())),
         "atoms": {name: list(entry) for name, entry in sorted(atoms.items())},
     }
@@ -66,9 +69,22 @@ def encode(manifest: Mapping[str, Any]) -> bytes:
     return f'{text},\n "atoms": {{\n{lines}\n }}\n}}\n'.encode()
 
 
+def read_beside(where: Path, form: str) -> dict[str, list[str]] | None:
+    """Dtype and digest of every atom as the manifest of these very weights has them, or None.
+
+    Megatron's weights lie in `release/` below it; another iteration that a run saved there later is not meant.
+    """
+    manifest = read(where)
+    if manifest is None or manifest.get("format") != form or manifest.get("digest") != ALGORITHM:
+        return None
+    if not (where / MANIFEST).is_file() and where.name != "release":
+        return None
+    return {k: v for k, v in manifest["atoms"].items() if isinstance(v, list) and len(v) == 2}
+
+
 def read(directory: Path) -> dict[str, Any] | None:
     """The manifest in a directory or just above it, or None (also when it is none of ours)."""
-    for place in (directory, directory.parent):
+    for place in (directory, *above(directory)):
         path = place / MANIFEST
         try:
             manifest = read_json(path)

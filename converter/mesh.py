@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 from .errors import MeshError, Problems
 
+LARGEST = 65536
+"""Ranks along one axis. Nobody has more, and a slip of the keyboard must not fill the memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -41,8 +44,8 @@ class Mesh:
         problems = Problems()
         for name in ("tp", "pp", "vpp", "ep", "etp", "dp_shard", "first", "last"):
             size = getattr(self, name)
-            if size is not None and (not isinstance(size, int) or size < 1):
-                problems.add(name, f"must be a whole number of at least 1, not {size!r}")
+            if size is not None and (not isinstance(size, int) or not 1 <= size <= LARGEST):
+                problems.add(name, f"must be a whole number from 1 to {LARGEST}, not {size!r}")
         if self.layout is not None and (self.first is not None or self.last is not None):
             problems.add("layout", "excludes a count for the first or last stage", "the layout says it all")
         problems.raise_as(MeshError, "This mesh cannot be:")
@@ -210,6 +213,8 @@ def expand_layout(text: str) -> list[str]:
     ['E', 'tt', 't', 't', 'L']
     """
     plain = re.sub(r"[,\s]", "", text)
+    if re.search(r"\d{5}", plain):
+        raise MeshError(f"Pipeline layout {text[:80]!r}: a repetition of more than 9999 means nothing here.")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         plain = re.sub(pattern, lambda m: m.group(1) * int(m.group(2)), plain)
     bad = sorted(set(plain) - set("EtmL|"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
@@ -10,7 +11,7 @@ from typing import Any
 
 from ..mappings import FAMILIES, table
 from ..mappings.megatron_args import config_from_args
-from ..mappings.schema import Table, skeleton
+from ..mappings.schema import Row, Table, skeleton
 from ..mappings.torch_dist import INDEXED, global_rows
 from .checkpoint import (
     Checkpoint,
@@ -28,7 +29,8 @@ from .errors import ConfigError, NotACheckpoint, SourceError
 from .formats import dcp, hf, mp_rank, torch_dist
 from .formats.base import Found
 from .formats.dcpfile import read as read_index
-from .layout import View
+from .layout import View, atoms_of
+from .manifest import read as read_manifest
 from .roots import ROOTS, group_of, unwrap
 
 FORMATS = ("hf", "torch_dist", "mp_rank", "dcp", "archon")
@@ -161,6 +163,9 @@ def open_checkpoint(
     ConfigError, UnknownFamily, UnsafePickle or CorruptFile when it cannot even come that far.
     """
     root = Path(path)
+    for directory in map(Path, also):
+        if not directory.is_dir():
+            raise ConfigError(f"--also {directory}: there is no such directory.")
     found = read_headers(root, [Path(p) for p in also])
     config, origin = find_config(found, Path(hf_config) if hf_config else None, config_from_args)
     known = family_of(config, family)
@@ -183,17 +188,15 @@ def _set_tie(ckpt: Checkpoint, tie: bool) -> None:
 
 def _describe(ckpt: Checkpoint, drop: Sequence[str]) -> None:
     """Match names, settle what only the tensors can tell (MTP, ties), lay the slots down, check that all is there."""
+    dropped = _take_out(ckpt, drop)
     dims = dict(ckpt.view.dims)
-    matched = _match(ckpt, dims, drop)
-    if dims["mtp"] and not any(named.layer >= dims["layers"] for named, _, _ in matched):
-        ckpt.notes.append("the config announces MTP layers, none are stored: the model is taken without them")
-        dims["mtp"] = 0
-        matched = _match(ckpt, dims, drop)
+    _count_mtp(ckpt, dims)
+    matched = _match(ckpt, dims)
     if any(named.row.form == "stored_tie" for named, _, _ in matched) and _untied(matched):
         ckpt.notes.append("the config ties the head to the embedding, but both are stored and differ: both are kept")
         _set_tie(ckpt, False)
         dims["tied"] = 0
-        matched = _match(ckpt, dims, drop)
+        matched = _match(ckpt, dims)
     if any(stored.scale is not None for _, stored, _ in matched):
         ckpt.dialect["quantised"] = "fp8, blocks of 128 × 128"
         ckpt.dialect.setdefault("config_changes", {})["quantization_config"] = None
@@ -202,9 +205,77 @@ def _describe(ckpt: Checkpoint, drop: Sequence[str]) -> None:
         _refuse_surplus_rows(ckpt, matched)
     ckpt.atoms = ckpt.view.atoms()
     lay_down(matched, ckpt.slots)
+    _leave_out(ckpt, dropped)
     _dialect(ckpt, matched)
     if not ckpt.found.incomplete:
         check_total(ckpt)
+
+
+def _take_out(ckpt: Checkpoint, patterns: Sequence[str]) -> list[Any]:
+    """Remove the stored tensors that the user wants to leave behind. Raises ConfigError for a pattern that is none, or
+    that no name matches."""
+    taken: list[Any] = []
+    for pattern in patterns:
+        try:
+            matches = re.compile(pattern).fullmatch
+        except re.error as error:
+            raise ConfigError(f"--drop {pattern!r} is no regular expression: {error}.") from None
+        hit = [t for t in ckpt.found.tensors if matches(t.name) or matches(unwrap(t.name))]
+        if not hit:
+            raise ConfigError(
+                f"--drop {pattern!r}: no tensor's whole name matches it.", hint="`inspect` shows the names."
+            )
+        taken += hit
+    gone = {id(t) for t in taken}
+    ckpt.found.tensors = [t for t in ckpt.found.tensors if id(t) not in gone]
+    return taken
+
+
+def _leave_out(ckpt: Checkpoint, dropped: Sequence[Any]) -> None:
+    """Atoms that stood in dropped tensors only are no longer part of the model, nor are those that were left behind
+    when this checkpoint was made."""
+    gone: set[str] = set()
+    for stored in dropped:
+        ckpt.drops[stored.name] = "asked for"
+        named, _ = ckpt.view.resolve(unwrap(stored.name).removeprefix(ckpt.dialect.get("root", "")), stored.shape)
+        gone |= {a for a in atoms_of(named) if a not in ckpt.slots} if named is not None else set()
+    said = (read_manifest(ckpt.found.where) or {}).get("left_out")
+    earlier = {str(a) for a in said if a not in ckpt.slots} if isinstance(said, list) else set()
+    ckpt.left_out = frozenset((gone | earlier) & ckpt.atoms.keys())
+    for atom in ckpt.left_out:
+        del ckpt.atoms[atom]
+
+
+def _count_mtp(ckpt: Checkpoint, dims: dict[str, int]) -> None:
+    """The number of MTP layers is what is stored, whatever the config says: transformers announces layers that it does
+    not save, and trainers share one layer between several steps."""
+    said, layers = dims["mtp"], dims["layers"]
+    view = _view(ckpt, dims)
+    found = 0
+    for stored in ckpt.found.tensors:
+        key, numbers = skeleton(unwrap(stored.name))
+        for row in _rows_under_any_root(view, key):
+            if numbers and "j" in row.indices:
+                found = max(found, numbers[0] + 1)
+            elif numbers and row.indices[:1] == ("i",) and ckpt.format != "mp_rank":
+                found = max(found, numbers[0] + 1 - layers)
+    has_rows = any(a.name.endswith("mtp.project") for r in ckpt.table.hf for a in r.atoms)
+    if found == said or not has_rows or found > 100:
+        return
+    dims["mtp"] = found
+    if found == 0:
+        ckpt.notes.append("the config announces MTP layers, none are stored: the model is taken without them")
+        return
+    ckpt.notes.append(f"{found} MTP layers are stored, the config says {said}: the config of the target says {found}")
+    ckpt.config["num_nextn_predict_layers"] = found
+    ckpt.dialect.setdefault("config_changes", {})["num_nextn_predict_layers"] = found
+
+
+def _rows_under_any_root(view: View, key: str) -> list[Row]:
+    for root in ROOTS:
+        if key.startswith(root) and (rows := view.rows_of(key.removeprefix(root))):
+            return rows
+    return []
 
 
 def _refuse_surplus_rows(ckpt: Checkpoint, matched: list[Matched]) -> None:
@@ -229,20 +300,18 @@ def _view(ckpt: Checkpoint, dims: dict[str, int]) -> View:
     return View(global_rows(t.megatron, stacked=stacked), dims)
 
 
-def _match(ckpt: Checkpoint, dims: dict[str, int], drop: Sequence[str]) -> list[Matched]:
+def _match(ckpt: Checkpoint, dims: dict[str, int]) -> list[Matched]:
     ckpt.view = view = _view(ckpt, dims)
     ckpt.drops.clear()
     ckpt.problems.found[:] = ckpt.problems.found[: ckpt.dialect.setdefault("_read_problems", len(ckpt.problems.found))]
-    family = Table(
-        ckpt.table.name, ckpt.table.dims, (), (), drops=(*ckpt.table.drops, *((p, "asked for") for p in drop))
-    )
+    family = ckpt.table
     if ckpt.format != "mp_rank":
         matched, drops, root = match_names(view, family, ckpt.found, ckpt.problems)
         ckpt.drops.update(drops)
         ckpt.dialect["root"] = root
         return matched
     try:
-        matched, unmatched, mesh = mp_rank.match(ckpt.found, view, unwrap)
+        matched, unmatched, mesh = mp_rank.match(ckpt.found, view)
     except SourceError as error:
         ckpt.problems.add(str(ckpt.path), error.what, error.hint)
         return []

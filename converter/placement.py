@@ -300,7 +300,7 @@ class FsdpPlacement:
     def _check(self, tensors: Sequence[Named]) -> None:
         problems, mesh, e = Problems(), self.mesh, self.view.dims.get("e", 0)
         if (mesh.pp, mesh.vpp, mesh.first, mesh.last, mesh.layout) != (1, 1, None, None, None):
-            problems.add("pp", "these checkpoints name tensors globally; stages do not exist in them", "drop the pipeline options")
+            problems.add("pp", "these checkpoints name tensors globally, without stages", "drop the pipeline options")
         if mesh.ep > 1 and (not e or e % mesh.ep):
             problems.add("ep", f"{e} experts do not divide by {mesh.ep}", _divisors(e) if e else "drop --ep")
         if mesh.expert_tp not in (1, mesh.tp):

@@ -65,7 +65,7 @@ def best_root(names: Iterable[str], known: Callable[[str], bool]) -> str:
 
 def group_of(name: str) -> str | None:
     """What a name that is no weight belongs to, or None."""
-    for segment in name.split(".")[:3]:
+    for segment in name.split("/")[0].split(".")[:3]:
         if segment in GROUPS:
             return GROUPS[segment]
     if "_extra_state" in name:

@@ -54,6 +54,11 @@ def collect(directory: Path) -> tuple[dict[str, Path], list[str]]:
     return found, left
 
 
+def above(where: Path) -> tuple[Path, ...]:
+    """The root of a Megatron run, when `where` is one of its iterations: what belongs to all of them lies there."""
+    return (where.parent,) if where.name == "release" or where.name.startswith("iter_") else ()
+
+
 def find_hf(*places: Path) -> Path | None:
     """The first place, or `hf/` inside one, that holds a `config.json`."""
     for place in places:

@@ -23,9 +23,13 @@ from .layout import Named, View, atoms_of
 from .manifest import read as read_manifest
 from .mesh import Mesh, pipeline
 from .placement import FsdpPlacement, Local, MegatronPlacement, padded_vocab, undivided
+from .roots import ROOTS
 from .sidefiles import read_index
 
 GB = 1_000_000_000
+CASTS = frozenset({"F16", "BF16", "F32", "F64"})
+"""Types that weights are cast to. FP8 without scales would be another model."""
+
 FLAGS = "megatron_args.txt"
 """Command-line flags that make a Megatron-LM run build this model; `--use-checkpoint-args` takes only some of them."""
 
@@ -69,6 +73,9 @@ class Options:
         for name in ("max_shard", "vocab_divisor"):
             if getattr(self, name) < 1:
                 problems.add(name, f"is {getattr(self, name)}; at least 1 was expected")
+        if self.root not in ROOTS:
+            known = ", ".join(repr(root) for root in ROOTS if root)
+            problems.add("root", f"is {self.root!r}; readers know {known}")
         problems.raise_as(ConfigError, "These options cannot be:")
 
 
@@ -78,8 +85,10 @@ def target_dtypes(ckpt: Checkpoint, options: Options) -> dict[str, str]:
         wanted = parse(options.dtype).name if options.dtype else None
     except ValueError as error:
         raise ConfigError(f"--dtype: {error}") from None
-    if wanted is not None and wanted not in FLOATS:
-        raise ConfigError(f"--dtype {options.dtype}: weights are not cast to integers.", hint="Name a float type.")
+    if wanted is not None and wanted not in CASTS:
+        raise ConfigError(
+            f"--dtype {options.dtype}: weights are not cast to it.", hint=f"Types: {', '.join(sorted(CASTS))}."
+        )
     result = {}
     for name, dtype in ckpt.dtypes().items():
         atom, _ = ckpt.atoms[name]
@@ -103,11 +112,22 @@ class Placed(NamedTuple):
 
 
 def place(ckpt: Checkpoint, name: str, mesh: Mesh, options: Options) -> Placed:
-    """Tensors of the target format on the mesh. Raises MeshError or ConfigError with what would do."""
+    """Tensors of the target format on the mesh, but for those whose atoms the user left behind.
+
+    Raises MeshError or ConfigError with what would do.
+    """
+    placed = _place(ckpt, name, mesh, options)
+    if not ckpt.left_out:
+        return placed
+    kept = [x for x in placed.locals if not ckpt.left_out.issuperset(atoms_of(x.named))]
+    return placed._replace(locals=kept)
+
+
+def _place(ckpt: Checkpoint, name: str, mesh: Mesh, options: Options) -> Placed:
     dims, t = ckpt.view.dims, ckpt.table
     if name in ("hf", "dcp"):
         experts = options.experts or _experts_form(ckpt, name)
-        forms = {"", experts, "mtp_copy"}
+        forms = {"", experts, "mtp_copy"} | ({"stored_tie"} if name == "dcp" else set())
         view = View(t.hf, dims)
         wanted = _forms(forms)
         dialect = {"experts": experts} if dims.get("e") else {}
@@ -118,8 +138,14 @@ def place(ckpt: Checkpoint, name: str, mesh: Mesh, options: Options) -> Placed:
     if name == "archon":
         if not t.archon:
             raise ConfigError(f"The family {t.name} has no Archon names.")
+        if dims["mtp"]:
+            layers = "|".join(str(dims["layers"] + n) for n in range(dims["mtp"]))
+            raise ConfigError(
+                "Archon has no multi-token-prediction layers.",
+                hint=rf"Leave them behind with --drop 'model\.layers\.({layers})\..*' (as Hugging Face names them).",
+            )
         placement = FsdpPlacement(View(t.archon, dims), mesh)
-        return Placed(placement.locals(_forms({""})), {"mesh": str(mesh)})
+        return Placed(placement.locals(_forms({"", "stored_tie"})), {"mesh": str(mesh)})
     if mesh.dp_shard > 1:
         raise ConfigError(
             "--dp-shard concerns dcp and archon; Megatron's data-parallel ranks all hold the same weights."

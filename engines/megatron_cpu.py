@@ -112,8 +112,6 @@ def _torch_patches() -> dict[str, Any]:
     return {
         # Passed on as `device=` by nearly every allocation in Megatron-Core.
         "current_device": lambda: CPU,
-        "set_device": _nothing,
-        "device_count": lambda: 1,
         # The one generator of the CPU takes the place of the device's.
         "get_rng_state": _get_rng_state,
         "set_rng_state": _set_rng_state,
@@ -125,7 +123,6 @@ def _torch_patches() -> dict[str, Any]:
         "current_stream": lambda *_args: _STREAM,
         "default_stream": lambda *_args: _STREAM,
         "synchronize": _nothing,
-        "empty_cache": _nothing,
     }
 
 

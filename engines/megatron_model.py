@@ -106,13 +106,14 @@ def transformer_config(
         "num_attention_heads": read.need("num_attention_heads"),
         "layernorm_epsilon": read.need("rms_norm_eps"),
         "normalization": "RMSNorm",
+        "init_method_std": read.get("initializer_range", 0.02),
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
         "add_qkv_bias": family in _QKV_BIAS and read.get("qkv_bias", True),
         "qk_layernorm": family in _QK_NORM,
         "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
+        "attention_dropout": read.get("attention_dropout", 0.0),
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": vpp,
@@ -145,7 +146,10 @@ def transformer_config(
     if read.problems:
         raise ConfigError(f"Megatron-Core cannot run this {family} model", read.problems)
     config_class = MLATransformerConfig if family == "deepseek_v3" else TransformerConfig
-    return MegatronConfig(config_class(**{**core, **overrides}), gpt)
+    config = config_class(**{**core, **overrides})
+    for name, value in gpt.pop("yarn", {}).items():
+        setattr(config, name, value)
+    return MegatronConfig(config, gpt)
 
 
 def _biases(read: _Reader, core: dict[str, Any]) -> None:
@@ -174,7 +178,9 @@ def _attention(read: _Reader, family: str, core: dict[str, Any], gpt: dict[str, 
     core["num_query_groups"] = read.get("num_key_value_heads", heads)
     core["kv_channels"] = read.get("head_dim", hidden // heads)
     rope, theta = _rope(read)
-    gpt |= {"rotary_base": theta, "rotary_percent": rope.get("partial_rotary_factor", 1.0)}
+    gpt["rotary_base"] = theta
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        read.refuse("rope_parameters.partial_rotary_factor", "is not known to this family")
     match rope["rope_type"]:
         case "default":
             pass
@@ -187,9 +193,28 @@ def _attention(read: _Reader, family: str, core: dict[str, Any], gpt: dict[str, 
                 if rope.get(name) != value:
                     read.refuse(f"rope_parameters.{name}", f"is {rope.get(name)!r}, Megatron-Core has only {value}")
             gpt |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+        case "yarn":
+            gpt |= {"position_embedding_type": "yarn", "yarn": _yarn(read, rope)}
         case other:
             read.refuse("rope_parameters.rope_type", f"{other!r} is not implemented for this attention")
     _window(read, family, core)
+
+
+def _yarn(read: _Reader, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """What Megatron-Core looks up in its configuration, without declaring it there, for YaRN outside of MLA."""
+    if rope.get("attention_factor") is not None:
+        read.refuse("rope_parameters.attention_factor", "is computed by Megatron-Core, not taken")
+    return {
+        "yarn_rotary_scaling_factor": rope["factor"],
+        "yarn_original_max_position_embeddings": rope.get(
+            "original_max_position_embeddings", read.get("max_position_embeddings")
+        ),
+        "yarn_beta_fast": rope.get("beta_fast") or 32,
+        "yarn_beta_slow": rope.get("beta_slow") or 1,
+        "yarn_mscale": rope.get("mscale"),
+        "yarn_mscale_all_dim": rope.get("mscale_all_dim"),
+        "yarn_correction_range_round_to_int": rope.get("truncate", True),
+    }
 
 
 def _window(read: _Reader, family: str, core: dict[str, Any]) -> None:
@@ -303,7 +328,10 @@ def _sigmoid_router(read: _Reader, topk: int, normalised: bool, core: dict[str, 
 
 
 def _moe_layers(read: _Reader, family: str) -> int | list[int]:
-    """1 where every layer has experts (their tensors are then stacked in a checkpoint), else one flag per layer."""
+    """1 where every layer has experts (all layers are then stacked in a checkpoint), else one flag per layer.
+
+    DeepSeek always gets the flags, dense layers or not: Megatron-Bridge does so too.
+    """
     layers = read.need("num_hidden_layers") or 0
     if family == "deepseek_v3":
         dense = set(range(min(read.get("first_k_dense_replace", 0), layers)))
@@ -315,7 +343,7 @@ def _moe_layers(read: _Reader, family: str) -> int | list[int]:
     else:
         step, only = read.get("decoder_sparse_step", 1), read.get("mlp_only_layers", [])
         dense = {i for i in range(layers) if i in only or step <= 0 or (i + 1) % step}
-    return [int(i not in dense) for i in range(layers)] if dense else 1
+    return [int(i not in dense) for i in range(layers)] if dense or family == "deepseek_v3" else 1
 
 
 @cache

@@ -34,7 +34,7 @@ def detect(path: Path) -> Path | None:
 def read_checkpoint(path: Path, format_name: str, also: Sequence[Path] = ()) -> Found:
     """The index, and where in its file every box's bytes begin."""
     where = detect(path) or path
-    found = Found(format_name, path, where, hf=find_hf(path, where, where.parent))
+    found = Found(format_name, path, where, hf=find_hf(path, where))
     index = read(where, also, only=is_weight)
     found.others |= dict.fromkeys(index.skipped, "not a weight")
     found.notes += [str(warning) for warning in index.warnings]
@@ -126,6 +126,8 @@ def lay_out(
     chunks: Chunks = {}
     described: dict[str, tuple[str, Ints]] = {}
     entries: list[tuple[str, str, int, int]] = []
+    # A module's state dict names a tied head beside the embedding, so `dcp.load` asks for both: two names, one range.
+    stored: dict[tuple[str, int, Ints, Ints], tuple[Ints, Ints, str, int, int]] = {}
     for local in locals_:
         described.setdefault(root + local.name, (dtype_of(local.named), local.total))
     for rank, members in by_rank(locals_):
@@ -134,12 +136,17 @@ def lay_out(
         for local in members:
             name, dtype = root + local.name, dtype_of(local.named)
             places = chunks.setdefault(name, [])
+            atom = local.named.row.atoms[0].name
             for piece in local.pieces:
+                if local.named.row.form == "stored_tie":
+                    places.append(stored[atom, rank, piece.lo, piece.hi])
+                    continue
                 sizes = tuple(map(sub, piece.hi, piece.lo))
                 plan = blob(dtype, sizes)
                 size, begin = plan.size, at + plan.data_offset
                 segments += ((at, plan.head), (begin + plan.data_nbytes, plan.tail))
                 target.place_piece(local, piece, sizes, Buffer(prefix + file, begin, plan.data_nbytes, name), dtype)
+                stored[atom, rank, piece.lo, piece.hi] = (piece.lo, sizes, file, at, size)
                 places.append((piece.lo, sizes, file, at, size))
                 at += size
         if objects and not target.files:
@@ -150,7 +157,9 @@ def lay_out(
 
     def index() -> bytes:
         tensors = [(name, *described[name], places) for name, places in chunks.items()]
-        return encode_metadata(tensors, entries, {name: (name,) for name in chunks} if planner else None)
+        steps = tuple(root.rstrip(".").split(".")) if root else ()
+        paths = {name: (*steps, name.removeprefix(root)) for name in chunks}
+        return encode_metadata(tensors, entries, paths if planner else None)
 
     target.texts[prefix + METADATA] = index
     return target

@@ -19,9 +19,10 @@ from ...mappings.schema import skeleton, stored_shape
 from ..dtypes import BY_NAME
 from ..errors import SourceError
 from ..layout import View
-from ..mesh import Mesh, Pipeline, from_counts, rank_at
+from ..mesh import LARGEST, Mesh, Pipeline, from_counts, rank_at
 from ..placement import Local, MegatronPlacement
-from ..sidefiles import find_hf
+from ..roots import unwrap
+from ..sidefiles import above, find_hf
 from ..slots import Buffer, row_major
 from .base import DTypeOf, Found, Stored, StoredBox, Target, TargetFile, by_rank
 from .hf import stored_ref
@@ -47,7 +48,7 @@ def detect(path: Path) -> Path | None:
 def read_checkpoint(path: Path) -> Found:
     """The pickles of all ranks; tensors are only located."""
     where = detect(path) or path
-    found = Found(name, path, where, hf=find_hf(path, where, where.parent))
+    found = Found(name, path, where, hf=find_hf(path, where, *above(where)))
     files = {p.name: p / FILE for p in sorted(where.iterdir()) if _DIRECTORY.fullmatch(p.name)}
     trees: dict[str, Any] = {}
     for directory, file in files.items():
@@ -80,7 +81,7 @@ def _coordinates(directories: Sequence[str], found: Found) -> list[Coordinates]:
         match = _DIRECTORY.fullmatch(directory)
         assert match is not None
         tp, second, third = (int(g) if g else 0 for g in match.groups())
-        held = {skeleton(t.name)[0] for t in found.tensors if t.rank == rank}
+        held = {skeleton(unwrap(t.name))[0] for t in found.tensors if t.rank == rank}
         result.append((tp, second, third, match.group(3) is None and held >= MEGATRON_ENDS))
     only_ep = all(both for *_, both in result) and any(second for _, second, _, _ in result)
     return [(tp, 0, second) if only_ep else (tp, second, third) for tp, second, third, _ in result]
@@ -90,7 +91,7 @@ def _collect(tree: Any, rank: int, file: Path, found: Found) -> None:
     if not isinstance(tree, Mapping):
         found.problems.add(str(file), f"holds a {type(tree).__name__}, not a dictionary")
         return
-    chunks = sorted(k for k in tree if re.fullmatch(r"model\d*", str(k)))
+    chunks = sorted((k for k in tree if re.fullmatch(r"model\d{0,4}", str(k))), key=lambda k: int(str(k)[5:] or 0))
     if not chunks:
         found.problems.add(str(file), "has no 'model' in it", f"it holds {', '.join(map(str, list(tree)[:6]))}")
     for chunk, key in enumerate(chunks):
@@ -129,7 +130,7 @@ def mesh_of(found: Found, view: View) -> tuple[Mesh, Pipeline, int | None]:
     vocab: int | None = None
     parts: Counter[int] = Counter()
     for stored in found.tensors:
-        key, numbers = skeleton(stored.name)
+        key, numbers = skeleton(unwrap(stored.name))
         stage = coordinates[stored.rank][1]
         for row in view.rows_of(key)[:1]:
             if row.place == "layer" and numbers:
@@ -151,12 +152,14 @@ def _check_count(found: Found, tp: int, pp: int, ep: int) -> None:
     """Refuse a set of files that cannot be whole, before anything as large as the numbers in their names is made."""
     present = len(found.facts["coordinates"])
     args = found.args or {}
+    if max(tp, pp, ep) > LARGEST:
+        raise SourceError(f"{found.where}: a directory's name speaks of rank {max(tp, pp, ep) - 1}.", hint="Is it one?")
     said = {}
     for axis, seen, key in (
         ("TP", tp, "tensor_model_parallel_size"),
         ("PP", pp, "pipeline_model_parallel_size"),
     ):
-        said[axis] = args[key] if isinstance(args.get(key), int) and seen < args[key] <= 65536 else seen
+        said[axis] = args[key] if isinstance(args.get(key), int) and seen < args[key] <= LARGEST else seen
         if said[axis] > seen:
             raise SourceError(
                 f"{found.where}: its arguments say {axis} {args[key]}; there are files for {axis} {seen} only"
@@ -164,7 +167,7 @@ def _check_count(found: Found, tp: int, pp: int, ep: int) -> None:
                 hint="Fetch the missing mp_rank_* directories.",
             )
     # Every (TP, PP) pair has a file; with experts several, but not always one for every EP rank (ETP 1).
-    if present < tp * pp or present > tp * pp * ep or max(tp, pp, ep) > 65536:
+    if present < tp * pp or present > tp * pp * ep:
         shape = f"TP {tp} × PP {pp}" + (f" × EP {ep}" if ep > 1 else "")
         raise SourceError(
             f"{found.where}: {present} mp_rank_* directories cannot be all of {shape}{_absent(found, tp, pp)}.",
@@ -181,9 +184,7 @@ def _absent(found: Found, tp: int, pp: int) -> str:
     return f"; missing: {', '.join(names)}" if names else ""
 
 
-def match(
-    found: Found, view: View, unwrap: Any
-) -> tuple[list[tuple[Any, Stored, int]], list[tuple[Stored, str]], Mesh]:
+def match(found: Found, view: View) -> tuple[list[tuple[Any, Stored, int]], list[tuple[Stored, str]], Mesh]:
     """Give every stored tensor its place in the whole. Returns matches, the unmatched with the reason, and the mesh."""
     mesh, pipe, vocab = mesh_of(found, view)
     total = sum(len(chunk.layers) for stage in pipe.chunks for chunk in stage)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import SourceError
 from ..placement import Local
-from ..sidefiles import find_hf, read_json
+from ..sidefiles import above, find_hf, read_json
 from . import dcp
 from .base import DTypeOf, Found, Target
 from .bridge import FILE, read_run_config
@@ -72,7 +72,7 @@ def detect(path: Path) -> Path | None:
 def read_checkpoint(path: Path, also: Sequence[Path] = ()) -> Found:
     """Headers, and Megatron's arguments where there are some."""
     where = detect(path) or path
-    found = Found(name, path, where, hf=find_hf(path, where, where.parent))
+    found = Found(name, path, where, hf=find_hf(path, where, *above(where)))
     try:
         found.facts["backend"] = read_backend(where)
     except ValueError as error:

@@ -8,6 +8,7 @@ One process imports torch and transformers and is forked for every rank of every
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -110,10 +111,8 @@ class Torch:
             return
         if process.stdin is not None:
             process.stdin.close()
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
         if process.stdout is not None:
             process.stdout.close()

@@ -1,16 +1,17 @@
 """torch as judge: FSDP2, DTensor and DCP themselves load, save and lay out models over gloo on the CPU.
 
-Started by `fsdp.Torch` as `python fsdp_worker.py FOLDER`. Jobs come as one JSON line each (see `Job`); every job runs on
-as many forked processes as its mesh has ranks, and answers with one line: what each rank found, or what went wrong.
+Started by `fsdp.Torch` as `python fsdp_worker.py FOLDER`. Jobs come as one JSON line each (see `Job`); every job runs
+on as many forked processes as its mesh has ranks, and is answered by one line: what each rank found, or null.
 
-Nothing of areal_convert's own mapping, placement or file code is used here (but for `via="load_into"`, which asks ours to
-fill what torch built). Two models are known: transformers' own, and a bare tree of parameters under Archon's names,
+Nothing of areal_convert's own mapping, placement or file code is used here (but for `via="load_into"`, which asks ours
+to fill what torch built). Two models are known: transformers' own, and a bare tree of parameters under Archon's names,
 distributed as Archon does it (areal/experimental/models/archon/{parallel_dims,expert_parallel}.py and
 qwen3/infra/parallelize.py of AReaL), with a mapping of names written by hand.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -29,7 +30,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -38,7 +39,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 @dataclass
 class Sizes:
-    """dp is FSDP's own size, replicate the outer one of HSDP. Experts: ep within dp (and tp where etp is 1), as Archon."""
+    """dp is FSDP's size, replicate the outer one of HSDP; ep lies within dp, and tp where etp is 1, as in Archon."""
 
     dp: int = 1
     tp: int = 1
@@ -70,6 +71,7 @@ class Job:
     flat: bool = False  # flattened, as Archon saves it
     raw: bool = False  # optimizer.state_dict(), keyed by numbers
     wrap: str = ""  # compile, compile_layers, checkpoint_layers or ddp
+    writer: str = ""  # hf: DCP's own safetensors writer, the shards left as the ranks wrote them
     set: dict[str, float] = field(default_factory=dict)  # parameters whose name matches are filled with a constant
 
     @classmethod
@@ -92,38 +94,43 @@ def hf_config(job: Job) -> Any:
     return config
 
 
-def hf_reference(job: Job) -> nn.Module:
-    """transformers' own reading of the files. Raises Refused when it is not a whole one."""
+REFERENCES: dict[str, Any] = {}
+"""transformers' own reading of every directory that jobs name: made before forking, so that ranks find it there."""
+
+
+def hf_reference(job: Job) -> Any:
+    """The right model; a rank may do with it what it likes. Raises Refused when the files are not a whole one."""
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(
-        job.hf_dir, config=hf_config(job), attn_implementation="eager", output_loading_info=True
-    )
-    if any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")):
-        raise Refused(f"{job.hf_dir} is not a whole model: {info}")
-    return model.eval()
+    if job.hf_dir not in REFERENCES:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            job.hf_dir, config=hf_config(job), attn_implementation="eager", output_loading_info=True
+        )
+        model, info = loaded
+        if any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+            raise Refused(f"{job.hf_dir} is not a whole model: {info}")
+        REFERENCES[job.hf_dir] = model.eval()
+    return REFERENCES[job.hf_dir]
 
 
-def hf_empty(job: Job) -> nn.Module:
+def hf_empty(job: Job) -> Any:
     """The same architecture with NaN in every parameter and persistent buffer, or on the meta device."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta" if job.meta else "cpu"):
-        model = AutoModelForCausalLM.from_config(hf_config(job), attn_implementation="eager", dtype=torch.float32)
+        config = hf_config(job)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=config.dtype)
     return model.eval()
 
 
 class Tree(nn.Module):
     """Parameters under dotted names, without any computation."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor] | None = None) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         for name, tensor in tensors.items():
             module, last = self._home(name)
             module.register_parameter(last, nn.Parameter(tensor))
-        for name, tensor in (buffers or {}).items():
-            module, last = self._home(name)
-            module.register_buffer(last, tensor)
 
     def _home(self, name: str) -> tuple[nn.Module, str]:
         *path, last = name.split(".")
@@ -179,7 +186,7 @@ def archon_tensors(hf_dir: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def build(job: Job, fill: Callable[[str, torch.Tensor], torch.Tensor] | None) -> tuple[nn.Module, bool]:
+def build(job: Job, fill: Callable[[str, torch.Tensor], torch.Tensor] | None) -> tuple[Any, bool]:
     """The model, whole, every value as `fill` makes it of the right one; and whether it is tied."""
     config = json.loads((Path(job.hf_dir) / "config.json").read_text())
     tied = bool(config.get("tie_word_embeddings"))
@@ -222,9 +229,7 @@ def distribute(model: Any, job: Job, tied: bool) -> None:
         if tied:
             model.output.weight = model.tok_embeddings.weight  # after FSDP, as Archon does it
         return
-    mesh = init_device_mesh(
-        "cpu", (sizes.replicate, sizes.dp, sizes.tp), mesh_dim_names=("replicate", "dp", "tp")
-    )
+    mesh = init_device_mesh("cpu", (sizes.replicate, sizes.dp, sizes.tp), mesh_dim_names=("replicate", "dp", "tp"))
     if sizes.tp > 1:
         plan = {k: v for k, v in TP_PLAN.items() if any(re.fullmatch(_glob(k), n) for n, _ in model.named_modules())}
         parallelize_module(model, mesh["tp"], plan, src_data_rank=None)
@@ -323,19 +328,22 @@ def load(job: Job) -> dict[str, Any]:
     not_nan = [name for name, value in state.items() if not local(value).isnan().all()]
     if not_nan:
         raise Refused(f"not poisoned: {not_nan}")
+    casts: list[str] = []
     if job.via == "load_into":
         fill_with_ours(model, job)
     else:
-        stored = dcp.FileSystemReader(job.dir).read_metadata().state_dict_metadata
+        stored: dict[str, Any] = dcp.FileSystemReader(job.dir).read_metadata().state_dict_metadata
         mine, theirs = {job.root + name for name in state}, set(stored)
         if mine != theirs:
             missing, left = sorted(mine - theirs), sorted(theirs - mine)
             raise Refused(f"missing in the checkpoint: {missing}; not in the model: {left}")
+        casts = [n for n, v in state.items() if stored[job.root + n].properties.dtype != v.dtype]  # torch says nothing
         dcp.load(nest(job.root.rstrip("."), state), checkpoint_id=job.dir)
     expected = right.state_dict() if right is not None else build(job, None)[0].state_dict()
     result: dict[str, Any] = {
         "tensors": len(state),
         "placements": placements(state),
+        "casts": casts,
         "differ": [n for n, v in model.state_dict().items() if not torch.equal(whole(v), expected[n])],
     }
     if right is not None and job.logits:
@@ -392,8 +400,9 @@ def save(job: Job) -> dict[str, Any]:
         for name, parameter in model.named_parameters():
             if re.search(pattern, name):
                 parameter.data.fill_(value)
-    layers: Any = model.model.layers if job.naming == "hf" else model.layers  # type: ignore[union-attr]
-    wrappers = {"compile_layers": torch.compile, "checkpoint_layers": checkpoint_wrapper}
+    layers: Any = model.model.layers if job.naming == "hf" else model.layers
+    compiled: Any = functools.partial(torch.compile, backend="eager")  # nothing runs: inductor need not be imported
+    wrappers = {"compile_layers": compiled, "checkpoint_layers": checkpoint_wrapper}
     if job.wrap in wrappers:
         for name, layer in list(layers.named_children()):
             layers.register_module(name, wrappers[job.wrap](layer))
@@ -402,7 +411,7 @@ def save(job: Job) -> dict[str, Any]:
     else:
         distribute(model, job, tied)
     if job.wrap == "compile":
-        model = torch.compile(model)  # type: ignore[assignment]
+        model = compiled(model)
     state = dict(model.state_dict())
     if job.wrap == "checkpoint_layers":  # its own state_dict() hides the wrapper
         buffers = {name: buffer for name, buffer in model.named_buffers() if name in state}
@@ -414,7 +423,10 @@ def save(job: Job) -> dict[str, Any]:
     if job.state.startswith("app."):
         full["app"] = App(full["app"])
     Path(job.dir).mkdir(parents=True, exist_ok=True)
-    dcp.save(full, checkpoint_id=job.dir)
+    if job.writer == "hf":
+        dcp.save(full, storage_writer=dcp.HuggingFaceStorageWriter(job.dir, save_distributed=True))
+    else:
+        dcp.save(full, checkpoint_id=job.dir)
     return {"names": sorted(state), "placements": placements(state)}
 
 
@@ -426,9 +438,7 @@ def optimizer_state(model: nn.Module, job: Job) -> dict[str, Any]:
     optimizer.step()
     if job.raw:
         return optimizer.state_dict()
-    return get_optimizer_state_dict(
-        model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=job.flat)
-    )
+    return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=job.flat))
 
 
 def places(job: Job) -> dict[str, Any]:
@@ -445,7 +455,9 @@ def places(job: Job) -> dict[str, Any]:
             said[name] = {"shape": shape, "offset": offset, "placements": str(value.placements)}
     Path(job.dir).mkdir(parents=True, exist_ok=True)
     held = {name: local(value).to(torch.int32).contiguous() for name, value in state.items()}
-    save_file({name: value.clone() for name, value in held.items()}, Path(job.dir) / f"rank{dist.get_rank()}.safetensors")
+    save_file(
+        {name: value.clone() for name, value in held.items()}, Path(job.dir) / f"rank{dist.get_rank()}.safetensors"
+    )
     return {"shapes": {name: list(value.shape) for name, value in state.items()}, "said": said}
 
 
@@ -486,6 +498,11 @@ def child(job: Job, rank: int, folder: Path) -> None:
 def run_job(job: Job, folder: Path) -> list[Any] | None:
     """Fork a process for each rank; when one fails, end the others (they would wait for it)."""
     folder.mkdir(parents=True)
+    try:
+        hf_reference(job)
+    except Exception:
+        traceback.print_exc()
+        return None
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=child, args=(job, rank, folder)) for rank in range(job.mesh.world)]
     for process in ranks:
@@ -502,9 +519,12 @@ def run_job(job: Job, folder: Path) -> list[Any] | None:
 
 
 def main() -> None:
-    import transformers.models.auto.modeling_auto  # imported before forking, so that the ranks share it
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    # Whatever the ranks would import each for itself.
+    import torch.distributed.checkpoint._fsspec_filesystem
+    import torch.testing._internal.distributed.fake_pg
+    import transformers.models.auto.modeling_auto  # noqa: F401
 
+    torch.compile(nn.Linear(1, 1), backend="eager")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print is no answer
     folder = Path(sys.argv[1])

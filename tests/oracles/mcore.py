@@ -65,24 +65,37 @@ def run_mcore(
 
     - `names`: every rank's names and shapes, live and sharded.
     - `forward`: `load` ("torch_dist", "mp_rank" or "hf"), `dir` (the iteration's own directory), `tokens` (a
-      safetensors file). Parameters are NaN before they are loaded; `ranks[i]["still_nan"]` names what stayed so.
+      safetensors file). Parameters are NaN before they are loaded, and what stays so is a failure. `torch_dist`:
+      `ranks[i]["not_requested"]` names what the checkpoint holds and no rank asked for.
     - `save`: the Hugging Face weights, to `out/torch_dist` and `out/mp_rank` as `formats` says; with `tokens` the
       logits too.
 
     `mcore_worker.Job` has all further fields. Raises MegatronFailed with what the worker wrote.
     """
+    return run_mcore_many([{"mode": mode, "mesh": mesh, "hf_dir": hf_dir, **job}], timeout=timeout)[0]
+
+
+def run_mcore_many(jobs: Sequence[dict[str, Any]], *, timeout: float = 600) -> list[dict[str, Any]]:
+    """`run_mcore` for several jobs, given as dicts of its arguments, in one worker.
+
+    Importing Megatron-Core takes four seconds, a job on a tiny model one. The first failure ends the whole batch.
+    """
     from safetensors.torch import load_file
 
-    config = json.loads((Path(hf_dir) / "config.json").read_text())
-    job.setdefault("vocab", padded_vocab(config["vocab_size"], mesh.get("tp", 1)))
     with tempfile.TemporaryDirectory(prefix="mcore-out-") as scratch:
-        job.setdefault("out", scratch)
-        (ranks,) = run_jobs([{"mode": mode, "mesh": mesh, "hf_dir": str(hf_dir), **job}], timeout=timeout)
-        found = {}
-        for rank in ranks:
-            if "logits" in rank:
-                found = load_file(rank["logits"])
-        return {"ranks": ranks, "logits": found.get("logits"), "mtp_logits": found.get("mtp_logits")}
+        complete = []
+        for number, job in enumerate(jobs):
+            config = json.loads((Path(job["hf_dir"]) / "config.json").read_text())
+            vocab = padded_vocab(config["vocab_size"], job.get("mesh", {}).get("tp", 1))
+            complete.append({"vocab": vocab, "out": f"{scratch}/{number}", **job})
+        results = []
+        for ranks in run_jobs(complete, timeout=timeout):
+            found: dict[str, Any] = {}
+            for rank in ranks:
+                if "logits" in rank:
+                    found = load_file(rank["logits"])
+            results.append({"ranks": ranks, "logits": found.get("logits"), "mtp_logits": found.get("mtp_logits")})
+        return results
 
 
 # ---- goldens: what Megatron-Core itself prints for tiny models; `python mcore.py DIRECTORY` writes them anew ---------
@@ -106,11 +119,18 @@ _MOE_MESHES: dict[str, dict[str, Any]] = {
     **_DENSE_MESHES, "ep2": {"ep": 2}, "tp2ep2etp1": {"tp": 2, "ep": 2, "etp": 1}, "tp2etp1": {"tp": 2, "etp": 1},
 }  # fmt: skip
 _FEW = ("tp1", "tp2", "tp2pp2", "pp2vpp2")
+_UNEVEN: dict[str, dict[str, Any]] = {
+    "pp2first1": {"pp": 2, "first": 1},
+    "pp4layout": {"pp": 4, "layout": "E|t*2|t*2|L"},
+    "pp2vpp2layout": {"pp": 2, "vpp": 2, "layout": "Et|t|t|tL"},
+}
 
 # name → (configuration, meshes, layers of multi-token prediction)
 GOLDENS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]], int]] = {
-    "llama": ({"model_type": "llama"}, _DENSE_MESHES, 0),
-    "llama_tied": ({"model_type": "llama", "tie_word_embeddings": True}, {k: _DENSE_MESHES[k] for k in _FEW}, 0),
+    "llama": ({"model_type": "llama"}, {**_DENSE_MESHES, **_UNEVEN}, 0),
+    "llama_tied": (
+        {"model_type": "llama", "tie_word_embeddings": True}, {**{k: _DENSE_MESHES[k] for k in _FEW}, **_UNEVEN}, 0,
+    ),
     "mistral": ({"model_type": "mistral", "head_dim": 32}, _DENSE_MESHES, 0),
     "qwen2": ({"model_type": "qwen2"}, _DENSE_MESHES, 0),
     "qwen3": ({"model_type": "qwen3", "head_dim": 32}, _DENSE_MESHES, 0),

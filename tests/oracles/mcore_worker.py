@@ -54,7 +54,7 @@ class Job:
     mode: str  # names, forward or save
     hf_dir: str  # holds config.json, and the weights where they are needed
     out: str  # where files are written: logits.safetensors; for save the checkpoint directory
-    vocab: int  # padded vocabulary
+    vocab: int  # padded vocabulary; the rows that no token has are 7.0 in what is saved
     mesh: MeshArgs = field(default_factory=MeshArgs)
     dtype: str = "float32"
     mtp: int = 0
@@ -356,22 +356,47 @@ def forward(chunks: list[Any], job: Job, true_vocab: int) -> dict[str, torch.Ten
     return {**found, "mtp_logits": full[:-1].contiguous()} if job.mtp else found
 
 
-def save(chunks: list[Any], job: Job, config: dict[str, Any]) -> None:
+def megatron_args(megatron: Any, job: Job, true_vocab: int) -> argparse.Namespace:
+    """The arguments of Megatron-LM that describe the model, as a training run keeps them in its checkpoints."""
+    core, gpt = megatron.core, megatron.gpt
+    same = (
+        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
+        "add_bias_linear add_qkv_bias qk_layernorm layernorm_epsilon multi_latent_attention params_dtype bf16 fp16 "
+        "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
+        "expert_model_parallel_size expert_tensor_parallel_size mtp_num_layers moe_layer_freq moe_ffn_hidden_size "
+        "moe_router_topk moe_router_pre_softmax moe_router_score_function moe_router_enable_expert_bias "
+        "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_grouped_gemm "
+        "moe_shared_expert_intermediate_size q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"
+    )
+    values = {name: getattr(core, name) for name in same.split() if hasattr(core, name)}
+    return argparse.Namespace(
+        **values,
+        norm_epsilon=core.layernorm_epsilon,
+        group_query_attention=core.num_query_groups != core.num_attention_heads,
+        num_experts=core.num_moe_experts,
+        swiglu=True,
+        untie_embeddings_and_output_weights=not gpt["share_embeddings_and_output_weights"],
+        position_embedding_type=gpt["position_embedding_type"],
+        rotary_base=gpt.get("rotary_base", getattr(core, "rotary_base", None)),
+        rotary_percent=1.0,
+        max_position_embeddings=gpt["max_sequence_length"],
+        seq_length=gpt["max_sequence_length"],
+        make_vocab_size_divisible_by=128,
+        vocab_size=true_vocab,
+        padded_vocab_size=job.vocab,
+        no_save_optim=True,
+        no_save_rng=True,
+    )
+
+
+def save(chunks: list[Any], job: Job, args: argparse.Namespace) -> None:
     """What Megatron-LM's save_checkpoint writes, without optimizer: `torch_dist/` and `mp_rank/` below `out`."""
     from megatron.core import dist_checkpointing
     from megatron.core import parallel_state as ps
 
     metadata = content_metadata() if job.metadata is None else job.metadata
     common = {
-        "args": argparse.Namespace(
-            num_layers=config["num_hidden_layers"],
-            hidden_size=config["hidden_size"],
-            num_attention_heads=config["num_attention_heads"],
-            padded_vocab_size=job.vocab,
-            params_dtype=getattr(torch, job.dtype),
-            tensor_model_parallel_size=job.mesh.tp,
-            pipeline_model_parallel_size=job.mesh.pp,
-        ),
+        "args": args,
         "checkpoint_version": 3.0,
         "iteration": 1,
         "num_floating_point_operations_so_far": 0,
@@ -473,9 +498,11 @@ def run_rank(rank: int, job: Job, store: str) -> dict[str, Any]:
             result |= load_torch_dist(chunks, job)
         else:
             result |= load_mp_rank(chunks, job)
-        result["still_nan"] = still_poisoned(chunks)
+        unfilled = still_poisoned(chunks)
+        if unfilled:
+            raise ValueError(f"loaded without an error, but never filled (or NaN in the checkpoint): {unfilled}")
         if job.mode == "save":
-            save(chunks, job, config)
+            save(chunks, job, megatron_args(megatron, job, config["vocab_size"]))
         if job.tokens:
             logits = forward(chunks, job, config["vocab_size"])
             if logits and result["tp"] == 0 and ps.get_data_parallel_rank() == 0:
@@ -525,6 +552,7 @@ def main() -> int:
     path = Path(sys.argv[1])
     for number, raw in enumerate(json.loads(path.read_text())):
         if not run_job(Job.parse(raw), path.parent / f"job{number}"):
+            sys.stderr.write(f"job {number} failed: {json.dumps(raw)}\n")
             return 1
     return 0
 
