@@ -331,7 +331,6 @@ def test_an_option_that_means_nothing_is_named(options: dict[str, Any], says: st
         Options(**options)
 
 
-
 @pytest.mark.parametrize(
     ("to", "mesh"),
     [
