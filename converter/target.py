@@ -141,7 +141,7 @@ def _place(ckpt: Checkpoint, name: str, mesh: Mesh, options: Options) -> Placed:
         if dims["mtp"]:
             layers = "|".join(str(dims["layers"] + n) for n in range(dims["mtp"]))
             raise ConfigError(
-                "Archon has no multi-token-prediction layers.",
+                "Archon has no multi-token-prediction (MTP) layers.",
                 hint=rf"Leave them behind with --drop 'model\.layers\.({layers})\..*' (as Hugging Face names them).",
             )
         placement = FsdpPlacement(View(t.archon, dims), mesh)

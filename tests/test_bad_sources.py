@@ -496,6 +496,15 @@ def test_vocabulary_larger_than_the_config_says(source: Path) -> None:
         assert any("model.embed_tokens.weight" in note for note in result.planned.source.notes)
 
 
+@pytest.mark.parametrize("to", ["dcp", "archon", "torch_dist", "mp_rank"])
+def test_vocabulary_smaller_in_the_config_than_in_the_files(to: str, source: Path, tmp_path: Path) -> None:
+    """Only Megatron pads, and its arguments say the true size: no row is cut off on a config's word alone."""
+    convert(source, tmp_path / "ckpt", to, Mesh(tp=2))
+    (tmp_path / "ckpt" / "areal_manifest.json").unlink()
+    edit_json(tmp_path / "ckpt" / "hf" / "config.json", lambda c: c.update(vocab_size=1000))
+    refused(tmp_path / "ckpt", "1003", "1000", to="hf", error=ConvertError)
+
+
 # ------------------------------------------------------------------------------------------------ config.json
 
 
@@ -544,6 +553,8 @@ def test_config_lacks_a_field(field: str, source: Path) -> None:
         ("num_key_value_heads", 0),
         ("num_key_value_heads", 3),
         ("num_attention_heads", float("inf")),
+        ("num_hidden_layers", True),
+        ("vocab_size", True),
     ],
 )
 def test_config_with_a_senseless_size(field: str, value: Any, source: Path) -> None:
@@ -588,6 +599,13 @@ def test_config_contradicts_the_tensors(source: Path) -> None:
     """Fewer layers than are stored, and then more: the tensors in question are named, or those that would be needed."""
     refused(config_with(source, num_hidden_layers=1), Q, "layers")
     refused(config_with(source, num_hidden_layers=3), "model.layers.2.self_attn.q_proj.weight")
+
+
+def test_config_with_a_lone_surrogate(source: Path, tmp_path: Path) -> None:
+    """JSON can say what UTF-8 cannot. The config is rewritten for the other type, with that in it."""
+    (source / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | {"x": "\ud800"}))
+    convert(source, tmp_path / "out", "hf", options=Options(dtype="float32"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["x"] == "\ud800"
 
 
 def test_config_without_a_family(source: Path) -> None:
@@ -1414,8 +1432,9 @@ def test_b85_bin_with_a_foreign_class_and_arguments(source: Path) -> None:
         '{"atoms": {}, "source": {"format": "hf", "dialect": [1]}}',
         '{"atoms": {}, "source": {"format": "hf", "dialect": {"forms": null}}}',
         '{"atoms": {"embed": 5}, "source": {"origin": {"origin": []}}}',
+        '{"atoms": {}, "source": {"format": "hf", "name": "\\ud800"}}',
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_manifest_of_somebody_else(manifest: str, model: Callable[..., Path], tmp_path: Path) -> None:
     """A manifest is a help, never a condition."""

@@ -383,7 +383,7 @@ def test_two_ranks_cannot_share_a_files_name() -> None:
 @pytest.mark.parametrize(
     ("mesh", "says"),
     [
-        (Mesh(pp=2), "stages do not exist in them"),
+        (Mesh(pp=2), "without stages"),
         (Mesh(ep=3, dp_shard=3), "4 experts do not divide by 3"),
         (Mesh(ep=4, dp_shard=2), "EP 4 does not fit into dp_shard 2 × tp 1"),
         (Mesh(ep=2, dp_shard=3), "EP 2 does not fit into dp_shard 3 × tp 1"),
