@@ -121,6 +121,14 @@ def _plan(
     return Planned(ckpt, name, mesh, options, joined, target, placed.dialect, time.perf_counter() - start)
 
 
+def _json(value: Mapping[str, Any]) -> bytes:
+    """As transformers writes it. What UTF-8 cannot say stays escaped."""
+    try:
+        return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:
+        return (json.dumps(value, indent=2) + "\n").encode()
+
+
 def _side_files(planned: Planned) -> tuple[dict[str, bytes], list[str]]:
     """Small files for the target, by their path there, and what is left behind."""
     ckpt = planned.source
@@ -136,7 +144,7 @@ def _side_files(planned: Planned) -> tuple[dict[str, bytes], list[str]]:
             raise SourceError(f"{path}: cannot be read: {error.strerror}.") from error
     changed = side_config(ckpt, planned.options)
     if changed is not None:
-        texts[prefix + "config.json"] = (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
+        texts[prefix + "config.json"] = _json(changed)
     return texts, left
 
 

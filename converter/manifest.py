@@ -66,7 +66,7 @@ def encode(manifest: Mapping[str, Any]) -> bytes:
     head = {k: v for k, v in manifest.items() if k != "atoms"}
     text = json.dumps(head, indent=1, ensure_ascii=False)[:-2]
     lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in manifest["atoms"].items())
-    return f'{text},\n "atoms": {{\n{lines}\n }}\n}}\n'.encode()
+    return f'{text},\n "atoms": {{\n{lines}\n }}\n}}\n'.encode(errors="backslashreplace")
 
 
 def read_beside(where: Path, form: str) -> dict[str, list[str]] | None:

@@ -190,7 +190,7 @@ def _describe(ckpt: Checkpoint, drop: Sequence[str]) -> None:
     """Match names, settle what only the tensors can tell (MTP, ties), lay the slots down, check that all is there."""
     dropped = _take_out(ckpt, drop)
     dims = dict(ckpt.view.dims)
-    _count_mtp(ckpt, dims)
+    _count_mtp(ckpt, dims, bool(dropped))
     matched = _match(ckpt, dims)
     if any(named.row.form == "stored_tie" for named, _, _ in matched) and _untied(matched):
         ckpt.notes.append("the config ties the head to the embedding, but both are stored and differ: both are kept")
@@ -201,8 +201,7 @@ def _describe(ckpt: Checkpoint, drop: Sequence[str]) -> None:
         ckpt.dialect["quantised"] = "fp8, blocks of 128 × 128"
         ckpt.dialect.setdefault("config_changes", {})["quantization_config"] = None
         ckpt.notes.append("FP8 weights are read as the bfloat16 values that they stand for (dequantised in fp32)")
-    if ckpt.format == "hf":
-        _refuse_surplus_rows(ckpt, matched)
+    _refuse_surplus_rows(ckpt, matched)
     ckpt.atoms = ckpt.view.atoms()
     lay_down(matched, ckpt.slots)
     _leave_out(ckpt, dropped)
@@ -242,13 +241,19 @@ def _leave_out(ckpt: Checkpoint, dropped: Sequence[Any]) -> None:
     said = (read_manifest(ckpt.found.where) or {}).get("left_out")
     earlier = {str(a) for a in said if a not in ckpt.slots} if isinstance(said, list) else set()
     ckpt.left_out = frozenset((gone | earlier) & ckpt.atoms.keys())
+    if ckpt.left_out and len(ckpt.left_out) == len(ckpt.atoms):
+        raise ConfigError("--drop leaves nothing of the model.")
+    if ckpt.left_out:
+        some = ", ".join([*sorted(ckpt.left_out)[:4], *(["…"] if len(ckpt.left_out) > 4 else [])])
+        ckpt.notes.append(f"not a whole model: {len(ckpt.left_out)} atoms are left out ({some})")
     for atom in ckpt.left_out:
         del ckpt.atoms[atom]
 
 
-def _count_mtp(ckpt: Checkpoint, dims: dict[str, int]) -> None:
+def _count_mtp(ckpt: Checkpoint, dims: dict[str, int], dropped: bool) -> None:
     """The number of MTP layers is what is stored, whatever the config says: transformers announces layers that it does
-    not save, and trainers share one layer between several steps."""
+    not save, and trainers share one layer between several steps. The target's config says what there is; only a config
+    that came announcing layers without any stays as it is, byte for byte."""
     said, layers = dims["mtp"], dims["layers"]
     view = _view(ckpt, dims)
     found = 0
@@ -263,7 +268,7 @@ def _count_mtp(ckpt: Checkpoint, dims: dict[str, int]) -> None:
     if found == said or not has_rows or found > 100:
         return
     dims["mtp"] = found
-    if found == 0:
+    if found == 0 and not dropped:
         ckpt.notes.append("the config announces MTP layers, none are stored: the model is taken without them")
         return
     ckpt.notes.append(f"{found} MTP layers are stored, the config says {said}: the config of the target says {found}")
@@ -279,7 +284,14 @@ def _rows_under_any_root(view: View, key: str) -> list[Row]:
 
 
 def _refuse_surplus_rows(ckpt: Checkpoint, matched: list[Matched]) -> None:
-    """Hugging Face's files hold no padding: rows beyond the config's vocabulary mean that one of both is wrong."""
+    """Only Megatron pads a vocabulary. Elsewhere rows beyond the config's mean that one of both is wrong; and
+    Megatron's arguments, where they say the true size, must say the same."""
+    if ckpt.format in ("torch_dist", "mp_rank"):
+        said, size = (ckpt.found.args or {}).get("vocab_size"), ckpt.view.dims["v"]
+        if isinstance(said, int) and said > size:
+            what = f"says vocab_size {said}, the config says {size}: rows would be cut off"
+            ckpt.problems.add(str(ckpt.found.where), what, "which is right? --hf-config DIR gives another config")
+        return
     for named, stored, _ in matched:
         pad = named.geometry.pad_dim
         if pad >= 0 and stored.shape[pad] > named.geometry.shape[pad]:

@@ -90,6 +90,8 @@ def base_dims(config: Config) -> dict[str, int]:
     def number(*names: str, default: int | None = None) -> int:
         for name in names:
             value = config.get(name)
+            if isinstance(value, bool):
+                raise TypeError(f"{name} is {value}")
             if value is not None:
                 return int(value)
         if default is None:

@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 
 import models
 from areal_convert.converter import Limits, Mesh, Options, convert, open_checkpoint, plan, verify
-from areal_convert.converter.errors import ConfigError, MeshError, PlanError, SourceError
+from areal_convert.converter.errors import ConfigError, ConvertError, MeshError, PlanError, SourceError
 from areal_convert.converter.formats.dcpfile import read as read_index
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -494,6 +494,42 @@ def test_b41_rotary_frequencies_in_the_files(family: str, model_copy: Callable[.
     assert same(models.tensors(tmp_path / "back"), have)
 
 
+@pytest.mark.parametrize("to", ["hf", "torch_dist", "dcp"])
+@pytest.mark.parametrize(("said", "stored"), [(2, 1), (0, 1), (1, 1)])
+def test_b43_the_physical_number_of_mtp_layers(
+    said: int, stored: int, to: str, model_copy: Callable[..., Path]
+) -> None:
+    """One module repeated twice was announced as two, and vLLM failed. Files are counted, and the config says it."""
+    source = model_copy("deepseek_v3", dtype="bfloat16", layers=2)
+    models.add_mtp(source)
+    config(source, num_nextn_predict_layers=said)
+    back = around(source, to)
+    assert config(back)["num_nextn_predict_layers"] == stored
+    assert same(models.tensors(back), models.tensors(source))
+
+
+def test_b43_an_announced_layer_that_is_not_there(model_copy: Callable[..., Path], tmp_path: Path) -> None:
+    """transformers itself writes such configs: it is told, and neither the weights nor the source's config change."""
+    source = model_copy("deepseek_v3", dtype="bfloat16", layers=2)
+    config(source, num_nextn_predict_layers=1)
+    result = convert(source, tmp_path / "out", "hf")
+    assert any("MTP" in note for note in result.report()["notes"])
+    assert config(tmp_path / "out") == config(source)
+    assert same(models.tensors(tmp_path / "out"), models.tensors(source))
+
+
+@pytest.mark.parametrize("to", ["hf", "torch_dist", "archon"])
+def test_b44_an_export_without_mtp(to: str, model_copy: Callable[..., Path]) -> None:
+    """Asked for: all of the MTP layer goes, all else is there, and the config does not announce it any more."""
+    source = models.add_mtp(model_copy("deepseek_v3", dtype="bfloat16", layers=2, max_shard_size=100_000))
+    back = around(source, to, drop=[r"model\.layers\.2\..*"])
+    wanted = {n: t for n, t in models.tensors(source).items() if not n.startswith("model.layers.2.")}
+    assert same(models.tensors(back), wanted)
+    assert config(back)["num_nextn_predict_layers"] == 0
+    if (back / INDEX).exists():
+        indexed(back)
+
+
 def test_b44_shards_that_held_mtp_tensors(model_copy: Callable[..., Path], tmp_path: Path) -> None:
     """Shards of the reference that hold any MTP tensor were skipped whole, with the embedding inside. The index of the
     original names MTP tensors; the trained model has none."""
@@ -777,6 +813,18 @@ def test_b73_a_known_tensor_left_behind(model_copy: Callable[..., Path], tmp_pat
     assert "output_layer.weight" not in names and "embedding.word_embeddings.weight" in names
     with pytest.raises(PlanError, match=r"layers\.0\.attn\.k"):
         convert(source, tmp_path / "half", "torch_dist", drop=[r"model\.layers\.0\.self_attn\.k_proj\.weight"])
+
+
+def test_b73_leaving_behind_is_never_everything(model_copy: Callable[..., Path], tmp_path: Path) -> None:
+    """A head may go because somebody said so, on record; without that record it is missed, and not all can go."""
+    source = model_copy("llama", dtype="bfloat16", layers=2)
+    convert(source, tmp_path / "out", "hf", drop=[r"lm_head\.weight"])
+    assert models.tensors(source).keys() - models.tensors(tmp_path / "out").keys() == {"lm_head.weight"}
+    (tmp_path / "out" / "areal_manifest.json").unlink()
+    with pytest.raises(SourceError, match=r"lm_head\.weight"):
+        convert(tmp_path / "out", tmp_path / "no", "hf")
+    with pytest.raises(ConvertError):
+        convert(source, tmp_path / "nothing", "hf", drop=[".*"])
 
 
 def test_b44_mtp_layers_left_behind(tmp_path: Path) -> None:
