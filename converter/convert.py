@@ -28,7 +28,7 @@ from .mesh import Mesh
 from .opening import format_name, open_checkpoint
 from .placement import Local
 from .plan import AtomPlan, Plan, copies_of, join
-from .rawio import Files, write_exactly
+from .rawio import Files, Writeback, write_exactly
 from .sidefiles import HF, INDEX, MANIFEST, collect
 from .target import Options, dtype_of, lay_out, place, side_config
 from .verify import copies_digests
@@ -292,6 +292,7 @@ def run(
 
 def _move(planned: Planned, work: WorkDir, limits: Limits, progress: Progress | None, result: Result) -> None:
     source, out = Files(), Files(work.path, write=True)
+    written = Writeback(out)
     todo = [a for a in planned.plan.atoms if a.name not in work.done]
     total = sum(atom_bytes(a.source) for a in planned.plan.atoms)
     shared = Shared(advance=_counter("convert", total, progress))
@@ -302,6 +303,7 @@ def _move(planned: Planned, work: WorkDir, limits: Limits, progress: Progress | 
         def action() -> None:
             digest = transfer(atom, source, out, limits.chunk, shared, allow_nan=planned.options.allow_nan)
             result.digests[atom.name] = digest
+            written.wrote((s.buffer.file for s in atom.target), atom_bytes(atom.target))
             if not shared.problems:
                 work.finished(atom.name, digest, {s.buffer.file for s in atom.target})
 

@@ -37,8 +37,9 @@ class Limits:
 
     @property
     def chunk(self) -> int:
-        """Bytes of one chunk. A worker holds up to four: gathered, cast, made contiguous, and a replica."""
-        return max(1 * MIB, min(32 * MIB, self.memory // (4 * max(1, self.workers))))
+        """Bytes of one chunk. A worker holds up to four: gathered, cast, made contiguous, and a replica. More than 8
+        MiB gain nothing: the passes over a chunk then find it in a cache no more."""
+        return max(1 * MIB, min(8 * MIB, self.memory // (4 * max(1, self.workers))))
 
 
 def chunks(shape: Ints, itemsize: int, limit: int) -> Iterator[Box]:
