@@ -119,7 +119,7 @@ TARGET = group(
 )
 
 LIMITS = group(
-    click.option("--workers", type=COUNT, default=2, show_default=True, metavar="N", help="Threads."),
+    click.option("--workers", type=COUNT, metavar="N", help="Threads; default: the cores, at most 8."),
     click.option(
         "--memory-budget",
         "memory",
@@ -161,4 +161,5 @@ def limits(values: dict[str, Any]) -> Limits:
     """Threads and memory."""
     from .execute import Limits
 
-    return Limits(values["workers"], values["memory"])
+    given = {"memory": values["memory"]} | ({"workers": values["workers"]} if values["workers"] else {})
+    return Limits(**given)

@@ -78,7 +78,7 @@ _NAN_ABOVE = {
 }
 """The largest magnitude, as bits without the sign, that is no NaN."""
 
-_SCAN = 1 << 16
+_SCAN = 1 << 20
 """Elements looked at in one go: few enough to stay in a core's cache."""
 
 

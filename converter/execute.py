@@ -6,6 +6,7 @@ Threads suffice: reading, writing, copying and hashing all release the GIL.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,9 +31,9 @@ ALGORITHM = "xxh3_128"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """workers: threads. memory: bytes that all chunks in flight may take together."""
+    """workers: threads, by default a core's each, up to eight. memory: bytes that all chunks in flight may take."""
 
-    workers: int = 2
+    workers: int = field(default_factory=lambda: min(8, len(os.sched_getaffinity(0))))
     memory: int = 384 * MIB
 
     @property

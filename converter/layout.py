@@ -161,6 +161,7 @@ class View:
     dims: Dims
     _geometry: dict[int, Geometry] = field(default_factory=dict, repr=False)
     _by_key: dict[str, list[Row]] = field(default_factory=dict, repr=False)
+    _meanings: dict[str, tuple[Named | None, str]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         for r in self.rows:
@@ -222,6 +223,13 @@ class View:
 
         Where several rows share a name (a norm that one spec or another writes) the one that this model has wins.
         """
+        meaning = self._meanings.get(name)
+        if meaning is None:
+            meaning = self._meanings[name] = self._meaning(name)
+        named, why = meaning
+        return named, self._shape_fault(named.geometry, shape) if named is not None else why
+
+    def _meaning(self, name: str) -> tuple[Named | None, str]:
         key, numbers = skeleton(name)
         rows = self._by_key.get(key)
         if rows is None:
@@ -238,7 +246,7 @@ class View:
             elif (layer == -1 and not self.layers_of(r)) or (layer != -1 and not self.exists(r, layer)):
                 why = why or "the config says that this model has no such tensor here"
             else:
-                return Named(name, r, layer, expert, self.geometry(r)), self._shape_fault(self.geometry(r), shape)
+                return Named(name, r, layer, expert, self.geometry(r)), ""
         return None, why
 
     @staticmethod

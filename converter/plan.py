@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import xxhash
@@ -47,7 +48,7 @@ class Plan:
     drops: dict[str, str] = field(default_factory=dict)
     filled: int = 0
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """The same for the same moves: what a resumed conversion, or every participant of a sync, compares."""
         h = xxhash.xxh3_128()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .blocks import base_dims, embeddings, experts, mla, mla_dims, mtp_heads, namings, norms, shared_expert, swiglu
+from .blocks import embeddings, experts, mla, mtp_heads, namings, norms, shared_expert, swiglu
 from .schema import INV_FREQ, Config, Table
+from .sizes import base_dims, mla_dims
 
 _rows = namings(embeddings(), norms(mla=True), mla(), swiglu(), experts(), shared_expert(), mtp_heads())
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .blocks import base_dims, embeddings, gqa, namings, norms, swiglu
+from .blocks import embeddings, gqa, namings, norms, swiglu
 from .schema import INV_FREQ, Config, Table
+from .sizes import base_dims
 
 _rows = namings(embeddings(), norms(), gqa(bias=True), swiglu())
 

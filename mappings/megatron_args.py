@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .blocks import moe
 from .megatron_config import HINT, Underivable, config_from_args
 from .megatron_rope import gqa_args, mla_args, window_args
 from .schema import Dims
+from .sizes import moe
 from .torch_dist import always_indexed
 
 __all__ = ["HINT", "Underivable", "args_from_config", "config_from_args"]

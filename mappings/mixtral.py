@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .blocks import ExpertNames, base_dims, embeddings, experts, gqa, namings, norms
+from .blocks import ExpertNames, embeddings, experts, gqa, namings, norms
 from .schema import INV_FREQ, Config, Table
+from .sizes import base_dims
 
 _NAMES = ExpertNames("block_sparse_moe.", "gate.weight", "w1.weight", "w3.weight", "w2.weight")
 _rows = namings(embeddings(), norms(), gqa(), experts(_NAMES))

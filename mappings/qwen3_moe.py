@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .blocks import base_dims, embeddings, experts, gqa, moe_layers, namings, norms, swiglu
+from .blocks import embeddings, experts, gqa, namings, norms, swiglu
 from .schema import INV_FREQ, Config, Table
+from .sizes import base_dims, moe_layers
 
 _rows = namings(embeddings(), norms(), gqa(qk_norm=True, bias=True), swiglu(), experts())
 

@@ -19,8 +19,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from .blocks import MEGATRON_LAYER, dense
+from .blocks import MEGATRON_LAYER
 from .schema import Dims, Row
+from .sizes import dense
 
 _SEQUENTIAL, _STORED = "experts.local_experts.{e}.", "experts.experts."
 _TE_NORM = "mlp.linear_fc1.layer_norm_weight"
