@@ -23,7 +23,7 @@ from .dtypes import BY_NAME
 from .errors import Problems
 from .plan import AtomPlan
 from .rawio import Files, read_box, write_box
-from .slots import Box, Ints, Slot, intersect
+from .slots import Box, Ints, Slot, intersect, within
 
 MIB = 1 << 20
 ALGORITHM = "xxh3_128"
@@ -138,7 +138,7 @@ def transfer(
         data = cast(data, atom.source_dtype, atom.target_dtype)
         h.update(data.reshape(-1).view(np.uint8).data)
         for slot in atom.target if target is not None else ():
-            common = intersect(slot.box, box)
+            common = within(slot.box, box, atom.shape)
             if common is not None and target is not None:
                 write_box(target, slot, common, _inside(data, box, common))
     for name in sorted(differing):

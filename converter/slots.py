@@ -38,9 +38,14 @@ def whole(shape: Ints) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
+def within(box: Box, outer: Box, shape: Ints) -> Box | None:
+    """`intersect`, at no cost where `outer` is all of `shape`: most atoms are moved in one chunk."""
+    return box if outer.hi == shape and not any(outer.lo) else intersect(box, outer)
+
+
 def intersect(a: Box, b: Box) -> Box | None:
     """What two boxes have in common, or None."""
-    if a == b:
+    if a is b or a == b:
         return a
     lo = tuple(map(max, a.lo, b.lo))
     hi = tuple(map(min, a.hi, b.hi))
@@ -101,6 +106,8 @@ class Slot:
 
     def at(self, lo: Ints) -> int:
         """Byte offset in the file of the element `lo` (in the atom's coordinates)."""
+        if lo is self.box.lo:
+            return self.buffer.begin + self.offset
         inside = sum((x - o) * s for x, o, s in zip(lo, self.box.lo, self.strides, strict=True))
         return self.buffer.begin + self.offset + inside
 
