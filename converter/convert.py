@@ -48,6 +48,7 @@ class Planned:
     plan: Plan
     target: Target
     dialect: dict[str, Any]
+    states: dict[str, str]
     seconds: float = 0.0
 
     @property
@@ -115,10 +116,11 @@ def _plan(
     name, mesh, options = format_name(to), mesh or Mesh(), options or Options()
     ckpt = source if isinstance(source, Checkpoint) else open_checkpoint(source, **opening)
     ckpt.check()
+    states = file_states(ckpt)
     placed = place(ckpt, name, mesh, options)
     target = lay_out(ckpt, name, mesh, options, placed, dtype_of(ckpt, options, placed.locals))
     joined = Plan(join(ckpt.atoms, ckpt.slots, target.slots), dict(ckpt.drops), target.filled)
-    return Planned(ckpt, name, mesh, options, joined, target, placed.dialect, time.perf_counter() - start)
+    return Planned(ckpt, name, mesh, options, joined, target, placed.dialect, states, time.perf_counter() - start)
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
@@ -217,26 +219,31 @@ def _refuse_overlap(inputs: Sequence[Path], target: Path) -> None:
 def identity(planned: Planned) -> str:
     """What a resumed conversion must find unchanged: the plan, and the source's files with sizes and times."""
     h = xxhash.xxh3_128(planned.plan.digest.encode())
-    for name, state in file_states(planned).items():
+    for name, state in planned.states.items():
         h.update(f"{name} {state}".encode(errors="surrogateescape"))
     return h.hexdigest()
 
 
-def file_states(planned: Planned) -> dict[str, str]:
-    """Size, time and inode of every file of the source."""
+def file_states(ckpt: Checkpoint) -> dict[str, str]:
+    """Size, time and inode of every file of the source. Raises SourceError when one is gone, or has another size than
+    it had when its header was read."""
     states = {}
-    for name in sorted(planned.source.found.files):
+    for name, size in sorted(ckpt.found.files.items()):
         try:
             stat = os.stat(name)
         except OSError as error:
             raise SourceError(f"{name}: cannot be read: {error.strerror}.") from error
+        if stat.st_size != size:
+            raise SourceError(
+                f"{name}: has {stat.st_size} bytes, it had {size} a moment ago.", hint="Something writes to it."
+            )
         states[name] = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
     return states
 
 
-def _check_unchanged(planned: Planned, before: Mapping[str, str]) -> None:
-    """A source that was written meanwhile gave half old and half new weights, whatever the digests say."""
-    changed = [name for name, state in file_states(planned).items() if before[name] != state]
+def _check_unchanged(planned: Planned) -> None:
+    """A source that was written since it was planned gave half old and half new weights, whatever the digests say."""
+    changed = [name for name, state in file_states(planned.source).items() if planned.states[name] != state]
     if changed:
         raise SourceError(
             f"{planned.source.path} was changed while it was converted: {', '.join(changed[:4])}",
@@ -262,7 +269,6 @@ def run(
     total = sum(f.size for f in target.files) + sum(map(len, texts.values()))
     check_room(path, total if not resume else 0)
     result = Result(planned, path, left_behind=left)
-    states = file_states(planned)
     with explained(path, total), WorkDir(path, identity(planned), resume=resume, overwrite=overwrite) as work:
         start = time.perf_counter()
         work.keep_only({f.name for f in target.files})
@@ -284,7 +290,7 @@ def run(
             result.seconds["verify"] = time.perf_counter() - start
         start = time.perf_counter()
         work.sync()
-        _check_unchanged(planned, states)
+        _check_unchanged(planned)
         work.publish()
         result.seconds["sync"] = time.perf_counter() - start
     return result

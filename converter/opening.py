@@ -238,7 +238,8 @@ def _leave_out(ckpt: Checkpoint, dropped: Sequence[Any]) -> None:
         ckpt.drops[stored.name] = "asked for"
         named, _ = ckpt.view.resolve(unwrap(stored.name).removeprefix(ckpt.dialect.get("root", "")), stored.shape)
         gone |= {a for a in atoms_of(named) if a not in ckpt.slots} if named is not None else set()
-    said = (read_manifest(ckpt.found.where) or {}).get("left_out")
+    manifest = read_manifest(ckpt.found.where) or {}
+    said = manifest.get("left_out") if manifest.get("format") == ckpt.format else None
     earlier = {str(a) for a in said if a not in ckpt.slots} if isinstance(said, list) else set()
     ckpt.left_out = frozenset((gone | earlier) & ckpt.atoms.keys())
     if ckpt.left_out and len(ckpt.left_out) == len(ckpt.atoms):

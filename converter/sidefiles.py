@@ -31,7 +31,7 @@ _WEIGHTS = {
     ".distcp",
     ".npz",
 }
-_SKIP = {MANIFEST, ".git", ".cache", ".gitattributes", "__pycache__", ".DS_Store"}
+_SKIP = {MANIFEST, ".areal-journal", ".git", ".cache", ".gitattributes", "__pycache__", ".DS_Store"}
 INDEX = "model.safetensors.index.json"
 
 

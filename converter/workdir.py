@@ -54,6 +54,13 @@ def check_target(target: Path, *, overwrite: bool, resume: bool) -> None:
     if replaced.exists() and not target.exists():
         os.rename(replaced, target)  # killed between the two renames of an overwrite: the old one comes back
     check_replaceable(target, overwrite=overwrite)
+    # Between the last two steps of a conversion the journal is gone already; the manifest is there.
+    marked = any((partial / name).is_file() for name in (JOURNAL, MANIFEST))
+    ours = partial.is_dir() and not partial.is_symlink() and (marked or not any(partial.iterdir()))
+    if (partial.exists() or partial.is_symlink()) and not ours:
+        raise TargetError(
+            f"{partial} is in the way, and no unfinished conversion (it has no journal).", hint="Move it away yourself."
+        )
     if partial.exists() and not (overwrite or resume):
         raise TargetError(
             f"{partial} is an unfinished conversion.", hint="Pass --resume to finish it, or --overwrite to start again."
@@ -132,7 +139,8 @@ class WorkDir:
     def _begin(self) -> None:
         """Clear away what is not resumed, under the lock, and open the journal."""
         if not self.resume:
-            for path in self.path.iterdir():
+            # The journal last: a kill in between leaves a directory that is still known as ours.
+            for path in sorted(self.path.iterdir(), key=lambda p: p.name == JOURNAL):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         self._read_journal()
         self._journal = open(self.path / JOURNAL, "a", encoding="utf-8")  # noqa: SIM115 - closed in __exit__

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 
 import models
 from areal_convert.converter import Limits, Mesh, Options, convert, open_checkpoint, plan, verify
+from areal_convert.converter.convert import run
 from areal_convert.converter.errors import (
     ConfigError,
     ConvertError,
@@ -1704,3 +1705,49 @@ def test_side_files_that_are_none(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "out", "hf")
     assert not (tmp_path / "out" / "pipe.json").exists()
     assert len(list((tmp_path / "out").rglob("config.json"))) == 1
+
+
+# ------------------------------------------------------------------------------------------------ last look
+
+
+def test_source_replaced_between_plan_and_run(source: Path, tmp_path: Path) -> None:
+    """The offsets are those of the file that was planned; another one in its place must not be read with them."""
+    planned = plan(source, "torch_dist")
+    data = (source / FILE).read_bytes()
+    (source / FILE).unlink()
+    (source / FILE).write_bytes(data[:-64] + bytes(64))
+    with pytest.raises(SourceError, match=FILE):
+        run(planned, tmp_path / "out")
+    assert not any("out" in p.name for p in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["directory", "link"])
+def test_partial_name_of_somebody_else(kind: str, source: Path, tmp_path: Path) -> None:
+    """What merely has the name of an unfinished conversion is not cleared away, not even to overwrite."""
+    held = tmp_path / ("out.areal-partial" if kind == "directory" else "elsewhere")
+    held.mkdir()
+    (held / "thesis.txt").write_text("years of work")
+    if kind == "link":
+        (tmp_path / "out.areal-partial").symlink_to(held)
+    for options in ({"overwrite": True}, {"resume": True}, {}):
+        with pytest.raises(TargetError, match="journal"):
+            convert(source, tmp_path / "out", "torch_dist", **options)
+    assert (held / "thesis.txt").read_text() == "years of work"
+
+
+def test_side_file_with_the_name_of_the_journal(source: Path, tmp_path: Path) -> None:
+    """A stray journal beside the weights is no side file: it must not write over the target's own."""
+    (source / ".areal-journal").write_text('{"plan": "x"}\n')
+    convert(source, tmp_path / "out", "hf")
+    assert not (tmp_path / "out" / ".areal-journal").exists()
+    assert verify(source, tmp_path / "out").same
+
+
+def test_manifest_of_another_format_excuses_nothing(source: Path, tmp_path: Path) -> None:
+    """What a manifest says was left out holds for the weights that it describes, not for others beside it."""
+    edit_tensors(source, lambda t: t.pop("model.norm.weight"))
+    (source / "areal_manifest.json").write_text(
+        json.dumps({"format": "torch_dist", "atoms": {}, "left_out": ["final_norm"]})
+    )
+    with pytest.raises(SourceError, match=r"model\.norm\.weight"):
+        convert(source, tmp_path / "out", "torch_dist")

@@ -63,6 +63,8 @@ def _serve() -> None:
 
 
 def _child(request: dict[str, Any], out: int) -> None:
+    # Tests that run in the background of a shell inherit an ignored SIGINT, and would wait for it in vain.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         counter = _trap(request.get("kill_at"))
         if request.get("pace"):
