@@ -1729,9 +1729,9 @@ def test_partial_name_of_somebody_else(kind: str, source: Path, tmp_path: Path) 
     (held / "thesis.txt").write_text("years of work")
     if kind == "link":
         (tmp_path / "out.areal-partial").symlink_to(held)
-    for options in ({"overwrite": True}, {"resume": True}, {}):
+    for overwrite, resume in ((True, False), (False, True), (False, False)):
         with pytest.raises(TargetError, match="journal"):
-            convert(source, tmp_path / "out", "torch_dist", **options)
+            convert(source, tmp_path / "out", "torch_dist", overwrite=overwrite, resume=resume)
     assert (held / "thesis.txt").read_text() == "years of work"
 
 
