@@ -17,10 +17,12 @@ from ..mappings.schema import AXES, Atom, Row, Table
 from .dtypes import BY_NAME
 from .errors import ConfigError, NotACheckpoint, Problems, SourceError, UnknownFamily
 from .layout import Named, View, slots_in
+from .remote import mounts
 from .roots import best_root, group_of, unwrap
 from .scaled import VALUES
 from .sidefiles import find_hf, read_config
 from .slots import Ints, Scale, Slot, row_major, tiles
+from .workdir import JOURNAL
 
 ALTERNATE = 1 << 16
 """Copies of an atom that stand under another name are numbered from here on (a stored tied head, an MTP copy)."""
@@ -36,6 +38,7 @@ class Checkpoint:
     slots    atom name → every home of it; `atoms` atom name → (atom, shape)
     drops    stored names that are left behind → why
     left_out atoms that the user left behind with `drop`
+    meter    counts what is fetched, where it lies elsewhere
     dialect  how the tensors are written down: forms, root, padded vocabulary, mesh
     """
 
@@ -51,14 +54,20 @@ class Checkpoint:
     dialect: dict[str, Any] = field(default_factory=dict)
     problems: Problems = field(default_factory=Problems)
     left_out: frozenset[str] = frozenset()
+    meter: mounts.Meter | None = None
 
     @property
     def format(self) -> str:
         return self.found.format
 
     @property
-    def path(self) -> Path:
-        return self.found.root
+    def path(self) -> Path | str:
+        """Where it lies: a path, or the URL with its commit. `found.root` is the directory that stands for it."""
+        return mounts.named(self.found.root)
+
+    def fetched(self) -> dict[str, int]:
+        """Bytes, requests and retries since it was opened; empty for one that lies on this machine."""
+        return self.meter.report() if self.meter is not None else {}
 
     def load_into(self, target: Any, mesh: Any = None, rank: int = 0, **options: Any) -> Any:
         """Fill a module or a state dict in place, reading only what this rank needs; see `loading.load_into`."""
@@ -291,7 +300,7 @@ def find_config(
             )
         found.hf = place
     if found.hf is not None:
-        return read_config(found.hf), str(found.hf / "config.json")
+        return read_config(found.hf), mounts.shown(found.hf / "config.json")
     try:
         derived = derive(found)
     except ValueError as error:
@@ -311,7 +320,8 @@ def not_a_checkpoint(path: Path, formats: Iterable[str]) -> NotACheckpoint:
     """The error for a path that no format knows, saying what is there instead."""
     if not path.exists():
         return NotACheckpoint(f"{path}: there is no such file or directory.")
-    names = sorted(p.name for p in path.iterdir())[:8] if path.is_dir() else [path.name]
+    found = (p.name for p in path.iterdir() if p.name != JOURNAL) if path.is_dir() else (path.name,)
+    names = sorted(found)[:8]
     return NotACheckpoint(
         f"{path} is none of the formats {', '.join(formats)}.", hint=f"It holds: {', '.join(names) or 'nothing'}."
     )

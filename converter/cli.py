@@ -11,11 +11,13 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
+from . import cli_hub
 from . import cli_options as given
 from .errors import ConvertError, TargetError, VerifyError
 
@@ -48,6 +50,10 @@ _USERS_FAULT = {
 }
 
 
+ENGINES = {"train": "..engines.cli", "plot": "..engines.cli"}
+"""Commands of the engines, which the converter does not know: imported when one of them is asked for."""
+
+
 class Commands(click.Group):
     """Turns what commands raise into messages and exit codes."""
 
@@ -73,7 +79,12 @@ class Commands(click.Group):
             ctx.exit(INTERRUPTED)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # in the order in which one meets them, not alphabetically
+        return [*self.commands, *ENGINES]  # in the order in which one meets them, not alphabetically
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in ENGINES:
+            return getattr(import_module(ENGINES[cmd_name], __package__), cmd_name)
+        return super().get_command(ctx, cmd_name)
 
 
 @click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
@@ -131,6 +142,7 @@ def show_json(report: Any) -> None:
 @click.argument("out", type=click.Path(path_type=Path))
 @given.TO
 @given.MESH
+@given.RANK
 @given.TARGET
 @given.OPENING
 @given.LIMITS
@@ -139,10 +151,14 @@ def show_json(report: Any) -> None:
 @click.option("--no-verify", is_flag=True, help="Do not read back what was written.")
 @click.option("--dry-run", is_flag=True, help="Print what would be done; write nothing.")
 @given.JSON
-def convert(source: Path, out: Path, **values: Any) -> None:
+def convert(source: str | Path, out: Path, **values: Any) -> None:
     """Convert the checkpoint SRC (any format) to a new directory OUT.
 
-    OUT appears only when it is whole. Until then the work lies beside it, in OUT.areal-partial.
+    SRC may lie elsewhere: hf://org/name[@revision][/directory], s3://bucket/directory, https://… Its bytes are placed
+    as they come; no copy of it is made.
+
+    OUT appears only when it is whole. Until then the work lies beside it, in OUT.areal-partial. It may be a directory
+    elsewhere, too: s3://bucket/directory, gs://…; `push` uploads to the Hub.
     """
     if values["dry_run"]:
         _show_plan(source, values)
@@ -163,6 +179,7 @@ def convert(source: Path, out: Path, **values: Any) -> None:
                 target,
                 limits=limits,
                 progress=progress,
+                ranks=given.ranks(values),
                 **switches,
                 **given.opening(values),
             )
@@ -177,8 +194,12 @@ def convert(source: Path, out: Path, **values: Any) -> None:
 
 def _interrupted(out: Path) -> NoReturn:
     """Say what a conversion that was cut short leaves behind, and leave."""
+    from .remote.urls import is_remote
     from .workdir import partial_of
 
+    if is_remote(out):
+        click.echo("Interrupted. What was sent is kept; the same command with --resume finishes it.", err=True)
+        raise click.exceptions.Exit(INTERRUPTED)
     partial = partial_of(out)
     left = f"{partial} holds what was done; the same command with --resume finishes it."
     click.echo(f"Interrupted. {left if partial.exists() else 'Nothing was written.'}", err=True)
@@ -189,6 +210,7 @@ def _interrupted(out: Path) -> NoReturn:
 @given.SOURCE
 @given.TO
 @given.MESH
+@given.RANK
 @given.TARGET
 @given.OPENING
 @given.LIMITS
@@ -196,16 +218,19 @@ def _interrupted(out: Path) -> NoReturn:
     "--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Draw the plan as a web page."
 )
 @given.JSON
-def plan(source: Path, **values: Any) -> None:
+def plan(source: str | Path, **values: Any) -> None:
     """Show what a conversion of SRC would move where: bytes, casts, fills, drops, ranks, memory, files."""
     _show_plan(source, values)
 
 
-def _show_plan(source: Path, values: dict[str, Any]) -> None:
+def _show_plan(source: str | Path, values: dict[str, Any]) -> None:
     from . import plan as planning
     from .cli_show import memory_estimate, plan_lines
 
-    planned = planning(source, values["to"], given.mesh(values), given.target(values), **given.opening(values))
+    ranks = given.ranks(values)
+    planned = planning(
+        source, values["to"], given.mesh(values), given.target(values), ranks=ranks, **given.opening(values)
+    )
     memory = memory_estimate(planned, given.limits(values))
     if values.get("html") is not None:
         from .drawing import draw
@@ -224,11 +249,11 @@ def _show_plan(source: Path, values: dict[str, Any]) -> None:
 
 
 @cli.command(short_help="Show what a directory is, and what is wrong with it.")
-@click.argument("source", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("source", metavar="DIR", type=given.PLACE)
 @given.OPENING
 @given.JSON
 @click.pass_context
-def inspect(ctx: click.Context, source: Path, as_json: bool, **values: Any) -> None:
+def inspect(ctx: click.Context, source: str | Path, as_json: bool, **values: Any) -> None:
     """Show what DIR is: format, dialect, family, mesh, types, parameters, side files, and every problem."""
     from . import inspect as inspecting
     from .cli_show import inspection_lines
@@ -241,20 +266,27 @@ def inspect(ctx: click.Context, source: Path, as_json: bool, **values: Any) -> N
     ctx.exit(OK if found.ok else DIFFERENT)
 
 
-def _pair(a: Path, b: Path, values: dict[str, Any]) -> list[Any]:
+def _pair(a: str | Path, b: str | Path, values: dict[str, Any]) -> list[Any]:
     from . import open_checkpoint
 
     return [open_checkpoint(path, **given.opening(values)) for path in (a, b)]
 
 
+def _show_fetched(pair: list[Any]) -> None:
+    from .cli_show import fetched_text
+
+    for text in dict.fromkeys(f"{x.path}{fetched_text(x.fetched())}" for x in pair if x.fetched()):
+        click.echo(f"note: {text}", err=True)
+
+
 @cli.command(short_help="Are two checkpoints the same weights?")
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("a", type=given.PLACE)
+@click.argument("b", type=given.PLACE)
 @given.OPENING
 @given.LIMITS
 @given.JSON
 @click.pass_context
-def verify(ctx: click.Context, a: Path, b: Path, as_json: bool, **values: Any) -> None:
+def verify(ctx: click.Context, a: str | Path, b: str | Path, as_json: bool, **values: Any) -> None:
     """Are A and B the same weights, bit for bit, whatever their formats? Lists the atoms that differ."""
     from . import verify as verifying
     from .cli_progress import bars
@@ -263,6 +295,7 @@ def verify(ctx: click.Context, a: Path, b: Path, as_json: bool, **values: Any) -
     pair = _pair(a, b, values)
     with bars() as progress:
         found = verifying(*pair, limits=given.limits(values), progress=progress)
+    _show_fetched(pair)
     if as_json:
         show_json(found.report())
     else:
@@ -271,14 +304,14 @@ def verify(ctx: click.Context, a: Path, b: Path, as_json: bool, **values: Any) -
 
 
 @cli.command(short_help="By how much do two checkpoints differ?")
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("a", type=given.PLACE)
+@click.argument("b", type=given.PLACE)
 @click.option("--no-values", is_flag=True, help="Compare configs, names, shapes and types only; read no tensor.")
 @given.OPENING
 @given.LIMITS
 @given.JSON
 @click.pass_context
-def diff(ctx: click.Context, a: Path, b: Path, no_values: bool, as_json: bool, **values: Any) -> None:
+def diff(ctx: click.Context, a: str | Path, b: str | Path, no_values: bool, as_json: bool, **values: Any) -> None:
     """By how much do A and B differ? Config fields, names, shapes, types, and values by atom."""
     from . import diff as diffing
     from .cli_progress import bars
@@ -287,6 +320,7 @@ def diff(ctx: click.Context, a: Path, b: Path, no_values: bool, as_json: bool, *
     pair = _pair(a, b, values)
     with bars() as progress:
         found = diffing(*pair, values=not no_values, limits=given.limits(values), progress=progress)
+    _show_fetched(pair)
     if as_json:
         show_json(found.report())
     else:
@@ -303,7 +337,7 @@ def diff(ctx: click.Context, a: Path, b: Path, no_values: bool, as_json: bool, *
 @given.OPENING
 @click.option("--limit", type=given.COUNT, default=16, show_default=True, help="Places shown for each atom and side.")
 @given.JSON
-def explain(source: Path, name: str, limit: int, as_json: bool, **values: Any) -> None:
+def explain(source: str | Path, name: str, limit: int, as_json: bool, **values: Any) -> None:
     """Show every place that the tensor or atom NAME of SRC comes from and goes to, with indices and byte offsets."""
     from . import explain as explaining
     from .cli_show import explanation_lines
@@ -313,6 +347,10 @@ def explain(source: Path, name: str, limit: int, as_json: bool, **values: Any) -
         show_json(found.report())
     else:
         show(explanation_lines(found, limit))
+
+
+cli.add_command(cli_hub.pull)
+cli.add_command(cli_hub.push)
 
 
 FORMATS = {

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .human import parse_size
+from .human import parse_ranks, parse_size
+from .remote.urls import is_remote
 
 if TYPE_CHECKING:
     from .execute import Limits
@@ -46,19 +47,32 @@ def group(*decorators: Callable[[Any], Any]) -> Decorator[Any]:
     return apply
 
 
+class Place(click.Path):
+    """A path, or the URL of a place elsewhere, which stays the text that it is: `Path` would eat a slash."""
+
+    name = "place"
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return str(value) if is_remote(value) else super().convert(value, param, ctx)
+
+
 COUNT = click.IntRange(min=1)
-SOURCE = click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
+PLACE = Place()
+SOURCE = click.argument("source", metavar="SRC", type=PLACE)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON on standard output.")
 TO = click.option(
     "--to", required=True, type=click.Choice([*FORMATS, *ALIASES]), help="Format to write; megatron = torch_dist."
 )
 
 OPENING = group(
-    click.option("--hf-config", type=click.Path(path_type=Path), metavar="DIR", help="Directory with config.json."),
-    click.option("--family", metavar="NAME", help="Table to use instead of the config's model_type; see `archs`."),
     click.option(
-        "--also", multiple=True, type=click.Path(path_type=Path), metavar="DIR", help="Further directory of a DCP."
+        "--hf-config", type=PLACE, metavar="DIR", help="Directory (or hf://org/name) with config.json; no weights."
     ),
+    click.option("--family", metavar="NAME", help="Table to use instead of the config's model_type; see `archs`."),
+    click.option("--also", multiple=True, type=PLACE, metavar="DIR", help="Further directory of a DCP."),
     click.option(
         "--drop", multiple=True, metavar="REGEX", help="Stored names to leave behind (whole name, repeatable)."
     ),
@@ -128,7 +142,39 @@ LIMITS = group(
         show_default=True,
         help="Bytes that buffers may take.",
     ),
+    click.option(
+        "--connections",
+        type=COUNT,
+        default=8,
+        show_default=True,
+        metavar="N",
+        help="Requests at the same time, for a source elsewhere.",
+    ),
+    click.option(
+        "--max-gap",
+        type=size,
+        metavar="SIZE",
+        help="Fetch gaps up to this size along with what is wanted: fewer requests, more bytes.",
+    ),
 )
+
+
+RANK = click.option(
+    "--rank",
+    "ranks",
+    multiple=True,
+    metavar="N",
+    help="Make only the files of these ranks: 3, 0-3 or 0-3,7 (repeatable). Reads only what they hold.",
+)
+
+
+def ranks(values: dict[str, Any]) -> list[int] | None:
+    """The ranks whose files are wanted; None: all."""
+    try:
+        found = [rank for text in values["ranks"] for rank in parse_ranks(text)]
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--rank") from None
+    return found or None
 
 
 def opening(values: dict[str, Any]) -> dict[str, Any]:
@@ -161,5 +207,6 @@ def limits(values: dict[str, Any]) -> Limits:
     """Threads and memory."""
     from .execute import Limits
 
-    given = {"memory": values["memory"]} | ({"workers": values["workers"]} if values["workers"] else {})
+    given = {name: values[name] for name in ("memory", "connections", "max_gap")}
+    given |= {"workers": values["workers"]} if values["workers"] else {}
     return Limits(**given)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .human import count_text, plural, seconds_text, size_text
+from .human import count_text, plural, ranks_text, seconds_text, size_text
 
 if TYPE_CHECKING:
     from .convert import Planned, Result
@@ -65,14 +65,18 @@ def plan_lines(planned: Planned, memory: Mapping[str, int]) -> Iterator[str]:
     largest = ", ".join(f"{f['name']} {size_text(f['bytes'])}" for f in r["largest_files"][:3])
     each = r["bytes_per_rank"]
     ranks = f"{size_text(each['min'])} to {size_text(each['max'])} each" if r["ranks"] > 1 else ""
+    only = ranks_text(r["only_ranks"] or ())
     padding = f", {size_text(r['bytes_filled'])} of padding" if r["bytes_filled"] else ""
+    whole = r["whole"] or {}
     vocab = r["dialect"].get("vocab")
     padded = vocab and vocab["true"] != vocab["stored"]
     yield from rows(
         [
             ("source", r["source"]["path"]),
             ("parameters", f"{count_text(r['parameters'])} in {plural(r['atoms'], 'atom')}"),
+            ("only rank", f"{only}: the files of the others are not made" if only else ""),
             ("moves", f"{size_text(r['bytes_read'])} read, {size_text(r['bytes_written'])} written{padding}"),
+            ("of the whole", f"{size_text(whole['bytes_read'])}, {plural(whole['files'], 'file')}" if whole else ""),
             ("vocabulary", f"{vocab['true']:,} padded to {vocab['stored']:,}" if padded else ""),
             ("casts", _casts(r)),
             ("left behind", _drops(planned.source.drops)),
@@ -106,19 +110,33 @@ def _drops(drops: Mapping[str, str]) -> list[str]:
 def result_line(result: Result) -> str:
     """One line on what a conversion did."""
     planned, report = result.planned, result.planned.report()
-    size = sum(f.size for f in planned.target.files)
+    size = sum(f.size for f in planned.files)
     phases = {"plan": planned.seconds} | result.seconds
     times = ", ".join(f"{phase} {seconds_text(s)}" for phase, s in phases.items())
-    checked = f"{plural(len(result.digests), 'atom')} not verified"
+    moved = plural(len(result.digests), "piece" if planned.ranks else "atom")
+    checked = f"{moved} not verified"
     if result.verified:
         casts = sum(report["casts"].values())
         how = "bitwise equal" if not casts else f"equal to the cast values ({casts:,} cast, {report['exactness']})"
-        checked = f"{plural(len(result.digests), 'atom')} read back, {how}"
+        checked = f"{moved} read back, {how}"
     resumed = f", {result.resumed:,} of them done before" if result.resumed else ""
     source = f"{report['source']['path']} ({report['source']['format']})"
-    target = f"{result.path} ({planned.format}, {planned.mesh})"
-    files = plural(len(planned.target.files), "file")
-    return f"{report['family']}: {source} → {target}: {size_text(size)} in {files}; {checked}{resumed}; {times}"
+    only = f", rank {ranks_text(planned.ranks)} only" if planned.ranks else ""
+    target = f"{result.path} ({planned.format}, {planned.mesh}{only})"
+    files = plural(len(planned.files), "file")
+    fetched = fetched_text(result.fetched)
+    return (
+        f"{report['family']}: {source} → {target}: {size_text(size)} in {files}; {checked}{resumed}{fetched}; {times}"
+    )
+
+
+def fetched_text(fetched: Mapping[str, int]) -> str:
+    """What went over the wire, as the end of a clause; empty for what lies on this machine."""
+    if not fetched:
+        return ""
+    tries = fetched["retries"]
+    again = f", {tries:,} {'retry' if tries == 1 else 'retries'}" if tries else ""
+    return f"; {size_text(fetched['bytes'])} fetched in {plural(fetched['requests'], 'request')}{again}"
 
 
 def result_notes(result: Result) -> Iterator[str]:
@@ -133,10 +151,10 @@ def memory_estimate(planned: Planned, limits: Limits) -> dict[str, int]:
     """Bytes at the peak of running a plan: buffers of all workers on top of what the process holds now."""
     import resource
 
-    from .execute import atom_bytes
-
-    largest = max((atom_bytes(a.source) for a in planned.plan.atoms), default=0)
+    largest = max((a.nbytes for a in planned.moves.atoms), default=0)
     buffers = 4 * limits.workers * min(limits.chunk, largest)
+    if planned.source.fetched():
+        buffers += min(limits.ahead, sum(a.nbytes for a in planned.moves.atoms))
     now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"peak": now + buffers, "buffers": buffers, "now": now}
 

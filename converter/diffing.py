@@ -18,11 +18,11 @@ from .checkpoint import Checkpoint
 from .codecs import Array, numpy_dtype
 from .dtypes import BY_NAME, FLOATS
 from .errors import Problem
-from .execute import Limits, Shared, atom_bytes, chunks, gather, run_all
+from .execute import Limits, Shared, atom_bytes, chunks, gather, reads, run_all
 from .opening import open_checkpoint
 from .plan import copies_of
 from .rawio import Files
-from .slots import Box, Ints, Slot, tiles
+from .slots import Box, Ints, Slot, tiles, whole
 
 CHUNK = 4 << 20
 """Bytes of one chunk of either side, at most."""
@@ -230,7 +230,12 @@ def _compare_all(
         return action
 
     order = sorted(pairs.items(), key=lambda item: (item[1][0][0].buffer.file, item[1][0][0].buffer.begin))
+    wide = [(name, sorted(pair, key=lambda slots: -BY_NAME[slots[0].dtype].size)) for name, pair in order]
+    expected = (
+        pair for name, sides in wide for pair in reads(sides, whole(result.a.atoms[name][1]), min(CHUNK, limits.chunk))
+    )
     try:
+        files.expect(expected, limits, shared.stop)
         run_all(
             ((atom_bytes(x) + atom_bytes(y), job(name, x, y)) for name, (x, y) in order), limits.workers, shared.stop
         )

@@ -4,13 +4,18 @@
     ├── SourceError                 the checkpoint that was read cannot be used
     │   ├── NotACheckpoint          the directory or file is none of the known formats
     │   ├── CorruptFile             a file is truncated, over-long, or its header is wrong
-    │   └── UnsafePickle            a pickle names something that is not on the allow-list
+    │   ├── UnsafePickle            a pickle names something that is not on the allow-list
+    │   └── RemoteError             it lies elsewhere, and cannot be read from there
+    │       ├── Unreachable         the network or the server fails; the same may work later
+    │       ├── NoAccess            unknown, private or gated, or the token does not do
+    │       └── RemoteChanged       what came is not what the server had announced
     ├── UnknownFamily               no table in `mappings/` for this architecture
     ├── ConfigError                 the model's configuration lacks or contradicts something
     ├── MeshError                   the mesh cannot hold this model
     ├── PlanError                   source and target do not fit together, element for element
     ├── TargetError                 the target exists, is full, or cannot be written
-    └── VerifyError                 bytes that were written read back differently
+    ├── VerifyError                 bytes that were written read back differently
+    └── RankError                   another rank of the same job failed, or has something else
 
 Every message names what it is about (tensor, file, rank or field), what was expected, what was found, and
 what to do. An error that several things caused carries all of them in `problems`.
@@ -23,6 +28,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 _LONG_WORD = re.compile(r"\S{400,}")
+
+SHOWN_AS: dict[str, str] = {}
+"""Directories that stand for a place elsewhere, with its URL: no message names the directory (`remote.mounts`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +48,9 @@ class Problem:
 
 def printable(text: str) -> str:
     """Names come from files: control characters and lone surrogates are shown, not sent to the terminal; a word of
-    thousands of letters is cut."""
+    thousands of letters is cut. What is a mirror of a place elsewhere is called by that place's URL."""
+    for directory, url in SHOWN_AS.items():
+        text = text.replace(directory, url)
     text = _LONG_WORD.sub(lambda m: f"{m[0][:160]}…({len(m[0])} characters)", text)
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
@@ -82,6 +92,22 @@ class UnsafePickle(SourceError):
     """A pickle refers to something outside the allow-list; nothing of it was run."""
 
 
+class RemoteError(SourceError):
+    """A checkpoint that lies elsewhere cannot be read from there."""
+
+
+class Unreachable(RemoteError):
+    """The network or the server fails, also after several attempts. The same may work later."""
+
+
+class NoAccess(RemoteError):
+    """There is no such repository, revision or bucket, or this user may not see it."""
+
+
+class RemoteChanged(RemoteError):
+    """A file is another one than was announced: somebody changed it, or its bytes are damaged on the way."""
+
+
 class UnknownFamily(ConvertError):
     """There is no mapping table for this architecture."""
 
@@ -104,6 +130,10 @@ class TargetError(ConvertError):
 
 class VerifyError(ConvertError):
     """What was read back is not what was written."""
+
+
+class RankError(ConvertError):
+    """Another rank of the same job failed, or was given something else than this one."""
 
 
 @dataclass(slots=True)

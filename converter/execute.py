@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
+from operator import add
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from .dtypes import BY_NAME
 from .errors import Problems
 from .plan import AtomPlan
 from .rawio import Files, read_box, write_box
+from .remote.fetch import Stopped
 from .slots import Box, Ints, Slot, intersect, within
 
 MIB = 1 << 20
@@ -31,16 +34,27 @@ ALGORITHM = "xxh3_128"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """workers: threads, by default a core's each, up to eight. memory: bytes that all chunks in flight may take."""
+    """workers: threads, by default a core's each, up to eight. memory: bytes that all chunks in flight may take.
+
+    For sources that lie elsewhere: connections: requests at the same time. max_gap: bytes between two wanted pieces
+    that are fetched along rather than asked for around; by default as much as costs a few per cent of what is wanted.
+    """
 
     workers: int = field(default_factory=lambda: min(8, len(os.sched_getaffinity(0))))
     memory: int = 384 * MIB
+    connections: int = 8
+    max_gap: int | None = None
 
     @property
     def chunk(self) -> int:
         """Bytes of one chunk. A worker holds up to four: gathered, cast, made contiguous, and a replica. More than 8
         MiB gain nothing: the passes over a chunk then find it in a cache no more."""
         return max(1 * MIB, min(8 * MIB, self.memory // (4 * max(1, self.workers))))
+
+    @property
+    def ahead(self) -> int:
+        """Bytes that may be fetched before they are needed."""
+        return max(64 * MIB, self.memory // 2)
 
 
 def chunks(shape: Ints, itemsize: int, limit: int) -> Iterator[Box]:
@@ -64,6 +78,15 @@ def chunks(shape: Ints, itemsize: int, limit: int) -> Iterator[Box]:
             stop = min(start + step, shape[axis])
             rest = shape[axis + 1 :]
             yield Box((*lead, start, *(0 for _ in rest)), (*(x + 1 for x in lead), stop, *rest))
+
+
+def parts_of(region: Box, itemsize: int, limit: int) -> Iterator[Box]:
+    """The same for a box of an atom, in the atom's coordinates."""
+    if not any(region.lo):
+        yield from chunks(region.hi, itemsize, limit)
+        return
+    for part in chunks(region.sizes, itemsize, limit):
+        yield Box(tuple(map(add, part.lo, region.lo)), tuple(map(add, part.hi, region.lo)))
 
 
 def _inside(array: Array, outer: Box, box: Box) -> Array:
@@ -97,10 +120,22 @@ def gather(files: Files, slots: Sequence[Slot], box: Box, which: str = "first") 
     return out
 
 
-def content_digest(files: Files, slots: Sequence[Slot], shape: Ints, limit: int) -> str:
-    """Digest of an atom's bytes in its own order: equal wherever the same values are stored, however they are cut."""
+def reads(copies: Sequence[Sequence[Slot]], region: Box, limit: int) -> Iterator[tuple[Slot, Box]]:
+    """Every box that gathering a box of an atom will read, from each of its copies, chunk by chunk: for `expect`."""
+    if copies:
+        for box in parts_of(region, BY_NAME[copies[0][0].dtype].size, limit):
+            for slots in copies:
+                for slot in slots:
+                    common = intersect(slot.box, box)
+                    if common is not None:
+                        yield slot, common
+
+
+def content_digest(files: Files, slots: Sequence[Slot], region: Box, limit: int) -> str:
+    """Digest of an atom's bytes, or a box's, in its own order: equal wherever the same values are stored, however they
+    are cut."""
     h = xxhash.xxh3_128()
-    for box in chunks(shape, BY_NAME[slots[0].dtype].size, limit):
+    for box in parts_of(region, BY_NAME[slots[0].dtype].size, limit):
         h.update(gather(files, slots, box).reshape(-1).view(np.uint8).data)
     return h.hexdigest()
 
@@ -117,12 +152,13 @@ class Shared:
 def transfer(
     atom: AtomPlan, source: Files, target: Files | None, limit: int, shared: Shared, *, allow_nan: bool = False
 ) -> str:
-    """Move one atom and return the digest of what was written. A replica that differs, or a NaN, joins the problems."""
+    """Move one atom, or the box of it that is wanted, and return the digest of what was written. A replica that
+    differs, or a NaN, joins the problems."""
     h = xxhash.xxh3_128()
     size = BY_NAME[atom.source_dtype].size
     differing: set[str] = set()
     poisoned = False
-    for box in chunks(atom.shape, size, limit):
+    for box in parts_of(atom.box, size, limit):
         data = gather(source, atom.source, box)
         for replica in atom.replicas:
             other = cast(gather(source, replica, box, "second"), replica[0].dtype, atom.source_dtype)
@@ -169,6 +205,8 @@ def run_all(work: Iterable[tuple[int, Callable[[], None]]], workers: int, stop: 
                 return
             try:
                 action()
+            except Stopped:  # another one failed: its exception is the one to raise
+                return
             except BaseException:
                 stop.set()
                 raise
@@ -189,14 +227,21 @@ def atom_bytes(slots: Sequence[Slot]) -> int:
 
 
 def digest_all(
-    atoms: Mapping[str, Sequence[Sequence[Slot]]], shapes: Mapping[str, Ints], limits: Limits, shared: Shared
+    atoms: Mapping[str, Sequence[Sequence[Slot]]],
+    boxes: Mapping[str, Box],
+    limits: Limits,
+    shared: Shared,
+    root: Path | None = None,
 ) -> dict[str, list[str]]:
-    """Content digests of every copy of every atom (atom → copies → slots)."""
-    files, result = Files(), {name: [""] * len(copies) for name, copies in atoms.items()}
+    """Content digests of every copy of every atom (atom → copies → slots), or of a box of it.
+
+    root   put before the names of files that are relative
+    """
+    files, result = Files(root), {name: [""] * len(copies) for name, copies in atoms.items()}
 
     def job(name: str, n: int, slots: Sequence[Slot]) -> Callable[[], None]:
         def action() -> None:
-            result[name][n] = content_digest(files, slots, shapes[name], limits.chunk)
+            result[name][n] = content_digest(files, slots, boxes[name], limits.chunk)
             shared.advance(atom_bytes(slots))
 
         return action
@@ -207,7 +252,9 @@ def digest_all(
         for n, slots in enumerate(c)
     ]
     order.sort(key=lambda x: x[:2])
+    expected = (pair for _, _, name, _, slots in order for pair in reads([slots], boxes[name], limits.chunk))
     try:
+        files.expect(expected, limits, shared.stop)
         run_all(((atom_bytes(s), job(name, n, s)) for _, _, name, n, s in order), limits.workers, shared.stop)
     finally:
         files.close()

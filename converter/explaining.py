@@ -19,6 +19,7 @@ from .mesh import Mesh, rank_at
 from .naming import atoms_called
 from .placement import Local
 from .plan import AtomPlan
+from .remote.mounts import shown
 from .roots import unwrap
 from .slots import Ints, Slot
 from .target import Options
@@ -239,7 +240,7 @@ def _place(slot: Slot, name: str, atom: Atom, row: Row | None) -> Place:
     numbers = dict(zip(_VARIABLES.findall(atom.name), _NUMBERS.findall(name), strict=True))
     return Place(
         tensor=slot.buffer.name,
-        file=slot.buffer.file,
+        file=shown(slot.buffer.file),
         offset=slot.buffer.begin + slot.offset,
         bytes=slot.box.volume * BY_NAME[slot.dtype].size,
         dtype=slot.dtype,

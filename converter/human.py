@@ -89,3 +89,37 @@ def plural(count: int, word: str) -> str:
 def _three(value: float) -> str:
     """Three significant figures."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+_RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Ranks as a person lists them. Raises ValueError for anything else.
+
+    >>> parse_ranks("0-3,7")
+    [0, 1, 2, 3, 7]
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise ValueError(f"{text!r} names no ranks; write 3, 0-3 or 0-3,7")
+        found += range(first, last + 1)
+    return found
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """The same the other way round.
+
+    >>> ranks_text([7, 0, 1, 2, 3])
+    '0-3,7'
+    """
+    spans: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in spans)

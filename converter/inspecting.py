@@ -17,6 +17,7 @@ from .dtypes import BY_NAME, FLOATS, parse
 from .errors import ConvertError, NotACheckpoint, Problem
 from .formats.base import Found, Stored
 from .opening import detect, open_checkpoint, read_headers
+from .remote.mounts import mount, named, shown
 from .scaled import VALUES
 from .sidefiles import collect
 
@@ -65,8 +66,8 @@ class Inspection:
     problems      everything that stands in the way of using it; empty when it can be converted
     """
 
-    path: Path
-    where: Path
+    path: Path | str
+    where: Path | str
     format: str
     because: list[str]
     family: str | None = None
@@ -138,7 +139,7 @@ def inspect(
     except NotACheckpoint:
         raise
     except ConvertError as error:
-        return _half_opened(Path(path), [Path(p) for p in also], error)
+        return _half_opened(mount(path), [mount(p) for p in also], error)
     return inspect_checkpoint(ckpt)
 
 
@@ -162,14 +163,14 @@ def inspect_checkpoint(ckpt: Checkpoint) -> Inspection:
 
 def _half_opened(path: Path, also: Sequence[Path], error: ConvertError) -> Inspection:
     """What can be told of a checkpoint whose config, family or files are not as they should be."""
-    problems = list(error.problems) or [Problem(str(path), error.what, error.hint)]
+    problems = list(error.problems) or [Problem(shown(path), error.what, error.hint)]
     try:
         found = read_headers(path, also)
     except NotACheckpoint:
         raise
     except ConvertError:
         format_name = detect(path) or "unknown"
-        return Inspection(path, path, format_name, _because(path, format_name, ()), problems=problems)
+        return Inspection(named(path), named(path), format_name, _because(path, format_name, ()), problems=problems)
     result = _from_found(found, set())
     result.notes = list(found.notes)
     known = {(p.about, p.what) for p in problems}
@@ -178,7 +179,9 @@ def _half_opened(path: Path, also: Sequence[Path], error: ConvertError) -> Inspe
 
 
 def _from_found(found: Found, dropped: set[str]) -> Inspection:
-    result = Inspection(found.root, found.where, found.format, _because(found.where, found.format, found.tensors))
+    result = Inspection(
+        named(found.root), named(found.where), found.format, _because(found.where, found.format, found.tensors)
+    )
     for stored in found.tensors:
         if stored.name not in dropped:
             result.dtypes.setdefault(stored.dtype, Held()).add(stored)

@@ -20,13 +20,14 @@ from .checkpoint import Checkpoint
 from .codecs import Array, cast, exactness, widest
 from .dtypes import BY_NAME, BY_TORCH, parse
 from .errors import ConfigError, PlanError, Problems
-from .execute import Limits, Shared, chunks, gather, run_all
+from .execute import Limits, Shared, chunks, gather, reads, run_all
 from .layout import Named, atoms_of, slots_in
 from .loading_targets import Held, Matched, match, state_dicts
 from .mesh import Mesh
 from .naming import naming_for, resolve
 from .plan import copies_of
 from .rawio import Files
+from .remote.mounts import Meter, note_of
 from .slots import Box, Buffer, Ints, Slot, whole
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Loaded:
     """What `load_into` did.
 
     bytes_read  of the checkpoint's tensors: what this rank holds of them, not what the whole has
+    fetched     bytes, requests and retries, where the checkpoint lies elsewhere
     filled      bytes of padding in the target that were set to zero
     casts       `BF16 → F32` → tensors
     missing     (not strict) atoms that this rank should hold and for which the target has no tensor
@@ -57,6 +59,7 @@ class Loaded:
     unknown: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    fetched: dict[str, int] = field(default_factory=dict)
 
     def report(self) -> dict[str, Any]:
         """As plain data."""
@@ -101,7 +104,11 @@ def load_into(
     _check_types(ckpt, held, allow_cast, problems, result)
     problems.raise_as(PlanError, f"{ckpt.path} does not fit what it should be loaded into:")
     result.tensors = len(held)
+    meter = Meter([ckpt.found.where])
     _fill(ckpt, held, limits or Limits(), progress, result)
+    result.fetched = meter.report()
+    if note := note_of(result.fetched):
+        result.notes.append(note)
     result.seconds = time.perf_counter() - start
     return result
 
@@ -236,7 +243,7 @@ def _fill(
     progress: Callable[[str, int, int], None] | None,
     result: Loaded,
 ) -> None:
-    jobs: list[tuple[tuple[str, int], int, Callable[[], None]]] = []
+    jobs: list[tuple[tuple[str, int], int, Callable[[], None], tuple[str, Box]]] = []
     files, shared = Files(), Shared()
     counter = _Count(lambda done: progress("load", done, total) if progress is not None else None)
     total = 0
@@ -250,13 +257,21 @@ def _fill(
             def action(atom: str = atom, slot: Slot = slot, memory: torch.Tensor = one.memory) -> None:
                 _copy_slot(ckpt, files, atom, slot, memory, limits.chunk, counter)
 
-            jobs.append(((first.buffer.file, first.buffer.begin + first.offset), count, action))
+            place = (first.buffer.file, first.buffer.begin + first.offset)
+            jobs.append((place, count, action, (atom, slot.box)))
     jobs.sort(key=lambda job: job[0])
     try:
-        run_all(((count, action) for _, count, action in jobs), limits.workers, shared.stop)
+        files.expect(_reads(ckpt, [job[3] for job in jobs], limits.chunk), limits, shared.stop)
+        run_all(((count, action) for _, count, action, _ in jobs), limits.workers, shared.stop)
     finally:
         files.close()
     result.bytes_read = counter.total
+
+
+def _reads(ckpt: Checkpoint, wanted: Sequence[tuple[str, Box]], limit: int) -> Iterator[tuple[Slot, Box]]:
+    """Every box that filling these boxes of atoms will read."""
+    for atom, box in wanted:
+        yield from reads([next(iter(copies_of(ckpt.slots[atom]).values()))], box, limit)
 
 
 def _slots(held: Held) -> Iterator[tuple[str, Slot]]:

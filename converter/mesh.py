@@ -64,6 +64,11 @@ class Mesh:
     def world(self) -> int:
         return self.stage_ranks * self.pp
 
+    @property
+    def fsdp_world(self) -> int:
+        """Ranks of a `dcp` or `archon` mesh, where experts lie on the ranks that the dense weights are on."""
+        return self.dp_shard * self.tp
+
     def __str__(self) -> str:
         sizes = [("tp", self.tp), ("pp", self.pp), ("vpp", self.vpp), ("ep", self.ep), ("dp_shard", self.dp_shard)]
         if self.etp is not None and (self.etp != self.tp or self.etp == 1):

@@ -25,12 +25,14 @@ from .checkpoint import (
     not_a_checkpoint,
     sizes,
 )
-from .errors import ConfigError, NotACheckpoint, SourceError
+from .errors import ConfigError, NotACheckpoint, SourceError, printable
 from .formats import dcp, hf, mp_rank, torch_dist
 from .formats.base import Found
 from .formats.dcpfile import read as read_index
 from .layout import View, atoms_of
 from .manifest import read as read_manifest
+from .ranks import check_ranks
+from .remote.mounts import Meter, anything_mounted, forget, mount
 from .roots import ROOTS, group_of, unwrap
 
 FORMATS = ("hf", "torch_dist", "mp_rank", "dcp", "archon")
@@ -96,6 +98,7 @@ def _read_headers(path: Path, also: Sequence[Path]) -> Found:
     if "\0" in str(path) or any(len(part.encode(errors="surrogateescape")) > 255 for part in path.parts):
         raise NotACheckpoint(f"{str(path)!r} is no path.")
     _check_tracker(path)
+    check_ranks(path)
     name = detect(path)
     if name == "torch_dist":
         return torch_dist.read_checkpoint(path, also)
@@ -152,7 +155,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a checkpoint: read its headers and say where every atom of the model lies. No tensor is read.
 
-    path       directory (or a single weights file) in any format
+    path       directory (or a single weights file) in any format, here or elsewhere (`hf://org/name@revision`, `s3://…`)
     hf_config  directory with the model's `config.json`, for checkpoints that carry none
     family     table to use instead of the config's `model_type`
     also       further directories over which a DCP's files are spread
@@ -162,21 +165,38 @@ def open_checkpoint(
     What is wrong with the tensors is collected in `problems`; call `check()` to raise it. Raises NotACheckpoint,
     ConfigError, UnknownFamily, UnsafePickle or CorruptFile when it cannot even come that far.
     """
-    root = Path(path)
-    for directory in map(Path, also):
+    root, spread = mount(path), [mount(p) for p in also]
+    given = mount(hf_config) if hf_config else None
+    meter = Meter([root, *spread, *([given] if given else [])])
+    for directory in spread:
         if not directory.is_dir():
             raise ConfigError(f"--also {directory}: there is no such directory.")
-    found = read_headers(root, [Path(p) for p in also])
-    config, origin = find_config(found, Path(hf_config) if hf_config else None, config_from_args)
+    found = _read_anew(root, spread)
+    config, origin = find_config(found, given, config_from_args)
     known = family_of(config, family)
     dims = sizes(known, config, origin)
     ckpt = Checkpoint(found, config, origin, known, View((), dims), notes=list(found.notes), problems=found.problems)
+    ckpt.meter = meter
     if origin.startswith("derived"):
         ckpt.notes.append(f"no config.json: {origin}")
     if tie is not None:
         _set_tie(ckpt, tie)
     _describe(ckpt, drop)
+    if anything_mounted():
+        ckpt.notes[:] = [*map(printable, ckpt.notes), *meter.notes()]
     return ckpt
+
+
+def _read_anew(root: Path, also: Sequence[Path]) -> Found:
+    """Headers; those of a remote checkpoint are kept for the next time, unless something is wrong with them."""
+    try:
+        found = read_headers(root, also)
+    except SourceError:
+        forget([root, *also])
+        raise
+    if found.problems:
+        forget([root, *also])
+    return found
 
 
 def _set_tie(ckpt: Checkpoint, tie: bool) -> None:

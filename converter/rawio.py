@@ -1,7 +1,8 @@
 """Strided boxes in and out of files: the only place that reads and writes tensor bytes.
 
 A box whose rows are long is moved with `preadv` and `pwrite`; one that is fine-grained (a bias interleaved by head, a
-transposed expert) through a mapping of just its span. Nothing larger than the caller's chunk is ever held.
+transposed expert) through a mapping of just its span. Nothing larger than the caller's chunk is ever held. Boxes of a
+file that is mounted (`remote`) are fetched into memory: ahead of time where they were expected.
 """
 
 from __future__ import annotations
@@ -9,21 +10,30 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from threading import Lock, local
-from typing import Any
+from threading import Event, Lock, local
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .codecs import Array, bits, cast
 from .dtypes import BY_NAME
 from .errors import CorruptFile, SourceError
+from .remote.boxes import Read, prove, read_plain, to_prove, wanted
+from .remote.mounts import anything_mounted, remote_file
+from .remote.windows import requests
 from .scaled import dequantise, slabs
 from .slots import Box, Ints, Scale, Slot, runs, starts
+
+if TYPE_CHECKING:
+    from .execute import Limits
+    from .remote.ahead import ReadAhead
 
 BLOCK = 32 * 1024
 """Rows at least this long (bytes) are read and written one by one; shorter ones through a mapping."""
@@ -46,6 +56,8 @@ class Files:
         self.flags = os.O_RDWR if write else os.O_RDONLY
         self._local = local()
         self._all: list[OrderedDict[str, int]] = []
+        self._ahead: ReadAhead | None = None
+        self._stop: Event | None = None
 
     def fd(self, name: str) -> int:
         """A descriptor of the file, valid until this thread asks for the next one."""
@@ -66,8 +78,50 @@ class Files:
             raise SourceError(f"{name}: cannot be read: {error.strerror}.") from error
         return held[name]
 
+    def read(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from a file."""
+        place = remote_file(name) if anything_mounted() else None
+        if place is not None:
+            place[0].fetcher.read_into(place[1], offset, buffer, self._stop)
+            return
+        read_exactly(self.fd(name), buffer, offset, name)
+
+    def expect(self, reads: Iterable[tuple[Slot, Box]], limits: Limits, stop: Event) -> None:
+        """Say which boxes will be read, in order: those of mounted files are fetched ahead, within the limits, and held
+        until they were read. `reads` is not looked at when nothing is mounted; `stop` ends it."""
+        if not anything_mounted():
+            return
+        self._stop = stop
+        from .remote.ahead import ReadAhead
+
+        self._ahead = ReadAhead(
+            reads, budget=limits.ahead, connections=limits.connections, max_gap=limits.max_gap, stop=stop
+        )
+
+    @contextmanager
+    def elsewhere(self, slot: Slot, box: Box) -> Iterator[Read]:
+        """What reads the bytes of one box of a mounted file: from what was fetched ahead, or now."""
+        expected = self._ahead.take(slot, box) if self._ahead is not None else None
+        if expected is None:
+            yield _fetched_now(self, slot, box, self._stop)
+            return
+
+        def read(name: str, offset: int, out: memoryview) -> None:
+            if not expected.read(name, offset, out):
+                self.read(name, offset, out)
+
+        try:
+            prove(slot, read)
+            yield read
+        finally:
+            if self._ahead is not None:
+                self._ahead.done(expected)
+
     def close(self) -> None:
         """Close everything; the threads that used this object must have ended."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
         for held in self._all:
             while held:
                 os.close(held.popitem()[1])
@@ -114,8 +168,17 @@ def _strided(memory: Any, start: int, sizes: Ints, strides: Ints, itemsize: int)
 
 def read_box(files: Files, slot: Slot, box: Box, out: Array) -> None:
     """Copy one box of an atom from its slot into `out` (raw bits, the box's shape, any strides)."""
+    if anything_mounted() and remote_file(slot.buffer.file) is not None:
+        with files.elsewhere(slot, box) as read:
+            if slot.scale is None:
+                read_plain(read, slot, box, out)
+                return
+            raw = np.empty(box.sizes, bits(1))
+            read_plain(read, slot, box, raw)
+            _read_scaled(read, lambda _, part, to: np.copyto(to, _inside(raw, box, part)), slot, slot.scale, box, out)
+        return
     if slot.scale is not None:
-        _read_scaled(files, slot, slot.scale, box, out)
+        _read_scaled(files.read, lambda *part: read_box(files, *part), slot, slot.scale, box, out)
         return
     itemsize = BY_NAME[slot.dtype].size
     sizes, offset, fd = box.sizes, slot.at(box.lo), files.fd(slot.buffer.file)
@@ -140,17 +203,49 @@ def read_box(files: Files, slot: Slot, box: Box, out: Array) -> None:
         np.copyto(out, whole)
 
 
-def _read_scaled(files: Files, slot: Slot, scale: Scale, box: Box, out: Array) -> None:
+def _read_scaled(
+    read: Read, read_part: Callable[[Slot, Box, Array], None], slot: Slot, scale: Scale, box: Box, out: Array
+) -> None:
     """The values of a block-scaled weight, a slab at a time."""
     stored = np.empty(scale.shape, bits(BY_NAME[scale.dtype].size))
-    read_exactly(files.fd(scale.buffer.file), _bytes(stored), scale.buffer.begin, scale.buffer.file)
+    read(scale.buffer.file, scale.buffer.begin, _bytes(stored))
     factors = cast(stored, scale.dtype, "F32").view(np.float32)
     plain = replace(slot, dtype=scale.stored, scale=None)
     for part in slabs(box):
         raw = np.empty(part.sizes, bits(1))
-        read_box(files, plain, part, raw)
-        inside = tuple(slice(a - o, b - o) for a, b, o in zip(part.lo, part.hi, box.lo, strict=True))
-        out[inside] = dequantise(raw, factors, scale, part)
+        read_part(plain, part, raw)
+        _inside(out, box, part)[...] = dequantise(raw, factors, scale, part)
+
+
+def _inside(array: Array, outer: Box, part: Box) -> Array:
+    return array[tuple(slice(a - o, b - o) for a, b, o in zip(part.lo, part.hi, outer.lo, strict=True))]
+
+
+def _fetched_now(files: Files, slot: Slot, box: Box, stop: Event | None) -> Read:
+    """For a box that nobody expected: its bytes are fetched at once."""
+    by_file: dict[str, list[tuple[int, int]]] = {}
+    for name, begin, end in (*wanted(slot, box), *to_prove(slot)):
+        by_file.setdefault(name, []).append((begin, end))
+    held: dict[str, list[tuple[int, bytearray]]] = {}
+    for name, spans in by_file.items():
+        place = remote_file(name)
+        if place is not None:
+            mirror, path = place
+            held[name] = [(begin, mirror.fetcher.read(path, begin, end, stop)) for begin, end in requests(spans)]
+
+    def read(name: str, offset: int, out: memoryview) -> None:
+        if name not in held:
+            files.read(name, offset, out)
+            return
+        n, done = bisect_right(held[name], offset, key=lambda part: part[0]) - 1, 0
+        while done < len(out):
+            begin, data = held[name][n]
+            part = memoryview(data)[offset + done - begin :][: len(out) - done]
+            out[done : done + len(part)] = part
+            done, n = done + len(part), n + 1
+
+    prove(slot, read)
+    return read
 
 
 def write_box(files: Files, slot: Slot, box: Box, data: Array) -> None:

@@ -34,6 +34,7 @@ GROUPS = {
     "rng": "random-number state",
     "dataloader": "data position",
     "train_state": "trainer's counters",
+    "trainer_extra": "what a trainer keeps beside the model",
     "rerun_state_machine": "trainer's counters",
     "common_state": "Megatron's common state",
     "chained_0": "optimizer state",

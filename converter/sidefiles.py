@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
+from .remote.mounts import ensure
 
 HF = "hf"
 """The directory inside every target of ours that holds them."""
@@ -16,8 +17,10 @@ LIMIT = 256 * 1024 * 1024
 """Bytes; anything larger is no side file. The largest tokenizers are some 40 MB."""
 
 MANIFEST = "areal_manifest.json"
+RANK_MANIFEST = "areal_manifest.rank-{rank}.json"
+"""Where only some ranks' files were made: one for each of these ranks, so that directories can be copied together."""
 
-_WEIGHTS = {
+WEIGHTS = {
     ".safetensors",
     ".bin",
     ".pt",
@@ -46,7 +49,7 @@ def collect(directory: Path) -> tuple[dict[str, Path], list[str]]:
         relative = path.relative_to(directory)
         if path.is_dir() or _SKIP & set(relative.parts) or relative.name == "pytorch_model.bin.index.json":
             continue
-        if path.suffix in _WEIGHTS or not path.is_file() or path.stat().st_size > LIMIT:
+        if path.suffix in WEIGHTS or not path.is_file() or path.stat().st_size > LIMIT:
             if relative.suffix not in {".safetensors", ".bin"} or len(relative.parts) > 1:
                 left.append(str(relative))
             continue
@@ -57,6 +60,11 @@ def collect(directory: Path) -> tuple[dict[str, Path], list[str]]:
 def above(where: Path) -> tuple[Path, ...]:
     """The root of a Megatron run, when `where` is one of its iterations: what belongs to all of them lies there."""
     return (where.parent,) if where.name == "release" or where.name.startswith("iter_") else ()
+
+
+def rank_manifests(directory: Path) -> list[Path]:
+    """The manifests of single ranks in a directory."""
+    return sorted(directory.glob(RANK_MANIFEST.format(rank="*")))
 
 
 def find_hf(*places: Path) -> Path | None:
@@ -70,6 +78,7 @@ def find_hf(*places: Path) -> Path | None:
 
 def read_json(path: Path) -> Any:
     """The contents of a JSON file. Raises ValueError for anything that is none, however it is broken."""
+    ensure(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -80,6 +89,7 @@ def read_json(path: Path) -> Any:
 
 def read_index(directory: Path) -> bytes | None:
     """The index of a directory's shards as it stands there, or None."""
+    ensure(directory / INDEX)
     try:
         return (directory / INDEX).read_bytes()
     except OSError:

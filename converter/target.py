@@ -126,7 +126,7 @@ def place(ckpt: Checkpoint, name: str, mesh: Mesh, options: Options) -> Placed:
 def _place(ckpt: Checkpoint, name: str, mesh: Mesh, options: Options) -> Placed:
     dims, t = ckpt.view.dims, ckpt.table
     if name in ("hf", "dcp"):
-        experts = options.experts or _experts_form(ckpt, name)
+        experts = options.experts or experts_form(ckpt, name)
         forms = {"", experts, "mtp_copy"} | ({"stored_tie"} if name == "dcp" else set())
         view = View(t.hf, dims)
         wanted = _forms(forms)
@@ -188,7 +188,7 @@ def _in_order(view: View, wanted: Callable[[Row], bool]) -> list[Named]:
     return sorted(tensors, key=lambda n: order.get(n.row.place, 2))
 
 
-def _experts_form(ckpt: Checkpoint, name: str) -> str:
+def experts_form(ckpt: Checkpoint, name: str) -> str:
     """How to name experts when nobody says: a DCP as transformers 5 holds them in memory, files as the source's did."""
     if name == "dcp":
         return "fused"
@@ -204,7 +204,7 @@ def _experts_form(ckpt: Checkpoint, name: str) -> str:
 
 def _earlier_dialects(ckpt: Checkpoint) -> Iterator[Mapping[str, Any]]:
     """Dialects of the Hugging Face checkpoint from which this one once came, by its manifest."""
-    source = (read_manifest(ckpt.path) or {}).get("source")
+    source = (read_manifest(ckpt.found.root) or {}).get("source")
     while isinstance(source, Mapping):
         if source.get("format") == "hf":
             dialect = source.get("dialect")

@@ -1,16 +1,24 @@
-"""Are two checkpoints the same weights? Content digests of every atom, whatever the formats."""
+"""Are two checkpoints the same weights? Is what was written what was read? Content digests of every atom, whatever the
+formats."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .checkpoint import Checkpoint
-from .execute import Limits, Shared, digest_all
+from .errors import Problems, VerifyError
+from .execute import Limits, Shared, atom_bytes, digest_all
 from .opening import open_checkpoint
 from .plan import copies_of
+from .rawio import Files
+from .slots import whole
+
+if TYPE_CHECKING:
+    from .convert import Planned
 
 
 def copies_digests(
@@ -18,8 +26,8 @@ def copies_digests(
 ) -> dict[str, list[str]]:
     """Digest of every copy of every atom of a checkpoint."""
     copies = {name: list(copies_of(slots).values()) for name, slots in ckpt.slots.items() if name in ckpt.atoms}
-    shapes = {name: shape for name, (_, shape) in ckpt.atoms.items()}
-    return digest_all(copies, shapes, limits, Shared(advance=advance))
+    boxes = {name: whole(shape) for name, (_, shape) in ckpt.atoms.items()}
+    return digest_all(copies, boxes, limits, Shared(advance=advance))
 
 
 @dataclass
@@ -99,3 +107,57 @@ def compare(a: Checkpoint, b: Checkpoint, of_a: dict[str, list[str]], of_b: dict
         else:
             result.equal += 1
     return result
+
+
+# ------------------------------------------------------------------------------------------------ what was written
+
+Counter = Callable[[int], Callable[[int], None]]
+"""Given the bytes in all, what is called with the bytes of every step."""
+
+
+def read_back(planned: Planned, path: Path, digests: Mapping[str, str], limits: Limits, counter: Counter) -> None:
+    """Read what was written, and compare the content of every copy of every atom with what was read before.
+
+    A whole target is opened with its format's own reader; of some ranks' files, which no reader takes, the boxes are
+    read where they were laid out. Raises VerifyError with everything that differs.
+    """
+    problems = Problems()
+    read = _read_ranks if planned.ranks else _read_whole
+    found = read(planned, path, limits, counter)
+    for atom in planned.moves.atoms:
+        seen, wanted = found.get(atom.key, []), len(copies_of(atom.target))
+        if len(seen) < wanted:
+            problems.add(atom.key, f"{len(seen)} copies were read back, {wanted} were written")
+        if any(digest != digests[atom.key] for digest in seen):
+            what = "reads back with another content than was written"
+            problems.add(atom.key, what, "check the disk; please report this")
+    problems.raise_as(VerifyError, "What was written is not what was read:")
+
+
+def _read_whole(planned: Planned, path: Path, limits: Limits, counter: Counter) -> dict[str, list[str]]:
+    written = open_checkpoint(path, family=planned.source.table.name)
+    problems = Problems(list(written.problems.found))
+    problems.raise_as(VerifyError, "What was written cannot be read back:")
+    compare_segments(planned, path)
+    return copies_digests(written, limits, counter(sum(atom_bytes(s) for s in written.slots.values())))
+
+
+def _read_ranks(planned: Planned, path: Path, limits: Limits, counter: Counter) -> dict[str, list[str]]:
+    compare_segments(planned, path)
+    atoms = planned.moves.atoms
+    copies = {atom.key: [[slot] for slot in atom.target] for atom in atoms}
+    advance = counter(sum(atom_bytes(atom.target) for atom in atoms))
+    return digest_all(copies, {atom.key: atom.box for atom in atoms}, limits, Shared(advance=advance), path)
+
+
+def compare_segments(planned: Planned, path: Path) -> None:
+    """What stands between the tensors (headers, pickles) must be as it was laid out, too."""
+    files, problems = Files(path), Problems()
+    try:
+        for file in planned.files:
+            fd = files.fd(file.name)
+            if any(os.pread(fd, len(data), offset) != data for offset, data in file.segments):
+                problems.add(file.name, "its header reads back otherwise than it was written", "check the disk")
+    finally:
+        files.close()
+    problems.raise_as(VerifyError, "What was written is not what was read:")

@@ -12,15 +12,15 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .errors import ConvertError, SourceError, TargetError, VerifyError
+from .errors import ConvertError, RemoteChanged, RemoteError, SourceError, TargetError, VerifyError
 from .human import size_text
-from .sidefiles import MANIFEST
+from .sidefiles import MANIFEST, rank_manifests
 
 PARTIAL, REPLACED = ".areal-partial", ".areal-replaced"
 JOURNAL = ".areal-journal"
@@ -55,7 +55,7 @@ def check_target(target: Path, *, overwrite: bool, resume: bool) -> None:
         os.rename(replaced, target)  # killed between the two renames of an overwrite: the old one comes back
     check_replaceable(target, overwrite=overwrite)
     # Between the last two steps of a conversion the journal is gone already; the manifest is there.
-    marked = any((partial / name).is_file() for name in (JOURNAL, MANIFEST))
+    marked = any((partial / name).is_file() for name in (JOURNAL, MANIFEST)) or bool(rank_manifests(partial))
     ours = partial.is_dir() and not partial.is_symlink() and (marked or not any(partial.iterdir()))
     if (partial.exists() or partial.is_symlink()) and not ours:
         raise TargetError(
@@ -65,6 +65,15 @@ def check_target(target: Path, *, overwrite: bool, resume: bool) -> None:
         raise TargetError(
             f"{partial} is an unfinished conversion.", hint="Pass --resume to finish it, or --overwrite to start again."
         )
+
+
+def refuse_overlap(inputs: Sequence[Path], target: Path) -> None:
+    """Raise TargetError when a target lies in one of the sources, or the other way round."""
+    b = target.resolve()
+    for source in dict.fromkeys(inputs):
+        a = source.resolve()
+        if a == b or a in b.parents or b in a.parents:
+            raise TargetError(f"{target} and the source {source} lie inside each other.", hint="Choose another target.")
 
 
 def check_replaceable(target: Path, *, overwrite: bool) -> None:
@@ -86,7 +95,7 @@ def check_replaceable(target: Path, *, overwrite: bool) -> None:
 def is_checkpoint_itself(path: Path) -> bool:
     """Whether a directory is one checkpoint, ours or with weights directly in it; a run's root with several, or a
     directory that merely has one somewhere inside, is not."""
-    if (path / MANIFEST).is_file():
+    if (path / MANIFEST).is_file() or rank_manifests(path):
         return True
     names = [p.name for p in path.iterdir()]
     return any(
@@ -95,14 +104,25 @@ def is_checkpoint_itself(path: Path) -> bool:
     )
 
 
+def begun_from(target: Path) -> str | None:
+    """What the unfinished conversion of `target` converts: a remote source with its commit. None when there is none."""
+    try:
+        with (partial_of(target) / JOURNAL).open(encoding="utf-8", errors="replace") as journal:
+            found = json.loads(journal.readline()).get("source")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
 class WorkDir:
     """The unfinished target. Use as a context manager: it holds a lock, so that two conversions cannot share it.
 
     identity   what must be the same for a resume: the plan, and the source's files with their sizes and times
+    source     what is converted, for `begun_from`
     """
 
-    def __init__(self, target: Path, identity: str, *, resume: bool, overwrite: bool) -> None:
-        self.target, self.path, self.identity = target, partial_of(target), identity
+    def __init__(self, target: Path, identity: str, *, resume: bool, overwrite: bool, source: str = "") -> None:
+        self.target, self.path, self.identity, self.source = target, partial_of(target), identity, source
         self.resume, self.overwrite = resume, overwrite
         self.done: dict[str, str] = {}
         self._pending: list[tuple[str, str, tuple[str, ...]]] = []
@@ -131,7 +151,8 @@ class WorkDir:
     ) -> None:
         self._stop_flushing()
         self._journal.close()
-        hopeless = isinstance(error, SourceError | VerifyError) or not (self.done or self._pending)
+        later = isinstance(error, RemoteError) and not isinstance(error, RemoteChanged)
+        hopeless = (isinstance(error, SourceError | VerifyError) and not later) or not (self.done or self._pending)
         if kind is not None and hopeless and self.path.exists():
             shutil.rmtree(self.path, ignore_errors=True)  # resuming would end the same way, or gain nothing
         self._release()
@@ -147,7 +168,7 @@ class WorkDir:
         try:
             if not self.done:
                 self._journal.truncate(0)
-                self._append({"plan": self.identity})
+                self._append({"plan": self.identity, "source": self.source})
         except BaseException:
             self._journal.close()
             raise
@@ -344,12 +365,12 @@ class explained:
         return f"{needed}{size_text(free)} are free. Make room and pass --resume, or choose another target."
 
 
-def check_room(target: Path, needed: int) -> None:
+def check_room(target: Path, needed: int, hint: str = "Choose another target.") -> None:
     """Raise TargetError when the file system has not enough room, before anything is written."""
     parent = next(p for p in (target, *target.absolute().parents) if p.exists())
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise TargetError(
             f"{target}: {size_text(needed)} are needed, {size_text(free)} are free.",
-            hint="Choose another target.",
+            hint=hint,
         )

@@ -54,6 +54,7 @@ def session_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def _model_cache(session_dir: Path) -> None:
     os.environ[models.CACHE_ENV] = str(session_dir / "models")
+    os.environ["AREAL_CACHE"] = str(session_dir / "areal-cache")
 
 
 @pytest.fixture

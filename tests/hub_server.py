@@ -70,6 +70,7 @@ class HubServer(Hub):
         known = {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home or self.root / "home"),
+            "AREAL_CACHE": str(home or self.root / "home") + "/areal",
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_DISABLE_UPDATE_CHECK": "1",

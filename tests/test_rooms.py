@@ -16,13 +16,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-IO_ROOMS = {"rawio", "workdir", "formats"}
-"""Where files are opened and mapped (`open`, `os.open`, `mmap`): tensor bytes, the unfinished target, the formats."""
+IO_ROOMS = {"rawio", "workdir", "formats", "remote"}
+"""Where files are opened and mapped (`open`, `os.open`, `mmap`): tensor bytes, the unfinished target, the formats, and
+what of a place elsewhere is kept on this machine."""
 
-SMALL_FILES = {"cli", "convert", "drawing", "manifest", "sidefiles"}
+SMALL_FILES = {"carried", "cli", "convert", "drawing", "live", "manifest", "sidefiles"}
 """Where small files are read or written whole, besides."""
 
-TORCH_ROOMS = {"loading", "loading_targets"}
+TORCH_ROOMS = {"live", "live_source", "loading", "loading_targets"}
 """Where torch is touched: a live module, never a checkpoint."""
 
 PURE = {"errors", "mesh", "slots", "layout", "placement", "dtypes", "roots"}
@@ -108,6 +109,8 @@ def test_what_the_converter_needs_of_others() -> None:
             allowed |= {"click", "rich"}
         if room(path) in TORCH_ROOMS:
             allowed |= {"torch"}
+        if room(path) == "remote":
+            allowed |= {"huggingface_hub", "fsspec", "botocore"}
         if path.name == "bridge.py":  # Megatron-Bridge's run_config.yaml
             allowed |= {"yaml"}
         found[path] = foreign(path) - allowed
@@ -126,6 +129,8 @@ def test_whatever_the_package_imports_is_declared() -> None:
         "yaml": "pyyaml",
         "megatron": "megatron-core",
         "huggingface_hub": "huggingface-hub",
+        "botocore": "s3fs",  # which brings it
+        "torch_memory_saver": "torch-memory-saver",
     }
     found = {p: {named.get(x, x) for x in foreign(p)} - declared for p in files("mappings", "converter", "engines")}
     assert strays(found) == {}
@@ -144,7 +149,7 @@ def test_megatron_is_imported_in_its_engine_only() -> None:
     found = {
         path: foreign(path) & {"megatron"}
         for path in files("mappings", "converter", "engines")
-        if not (path.parent.name == "engines" and path.name.startswith("megatron"))
+        if not path.relative_to(ROOT).as_posix().startswith("engines/megatron")
     }
     assert strays(found) == {}
 
@@ -154,6 +159,15 @@ def test_process_groups_are_the_engines() -> None:
     for path in files("mappings", "converter"):
         named = {ast.unparse(node) for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
         found[path] = {x for x in named | set(imports(tree(path))) if x.startswith("torch.distributed")}
+    assert strays(found) == {}
+
+
+def test_the_engines_api_is_plain() -> None:
+    """Configurations and checks: nothing foreign as they are imported, and no engine at any time."""
+    found = {}
+    for path in files("engines/api"):
+        above = {name for name in imports(tree(path)) if name.startswith("..") and name != "...converter.errors"}
+        found[path] = foreign(path, late=False) | (foreign(path) - {"omegaconf", "torch", "yaml"}) | above
     assert strays(found) == {}
 
 
@@ -186,7 +200,17 @@ def _loaded_by(*modules: str) -> set[str]:
     return {name.partition(".")[0] for name in out.split()}
 
 
-HEAVY = {"torch", "transformers", "megatron", "safetensors", "ml_dtypes", "huggingface_hub", "yaml"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "megatron",
+    "safetensors",
+    "ml_dtypes",
+    "huggingface_hub",
+    "yaml",
+    "fsspec",
+    "botocore",
+}
 
 
 def test_no_module_imports_torch_as_it_is_imported() -> None:

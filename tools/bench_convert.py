@@ -29,7 +29,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,10 +137,12 @@ def _memory(pid: int) -> tuple[int, int]:
     return values.get("RssAnon", 0) + values.get("RssShmem", 0), values.get("VmRSS", 0)
 
 
-def measure(command: Sequence[str | Path], target: Path | None = None) -> Sample:
+def measure(command: Sequence[str | Path], target: Path | None = None, env: Mapping[str, str] | None = None) -> Sample:
     """Runs a command to its end, and until `target` is on the disk. A command that fails ends the benchmark."""
     start = time.perf_counter()
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
+    )
     sampler = MemorySampler(process.pid)
     sampler.start()
     assert process.stdout is not None

@@ -6,6 +6,7 @@ Writing: `lay_out(locals, …) -> Target`, the files to be made, with their head
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,13 +92,18 @@ class Target:
 
     files   with tensors in them; `texts` the small ones, whole, or what makes them
     slots   the home of every atom
-    filled  bytes of declared fill (vocabulary padding), which read as zeros
+    fills   bytes of declared fill (vocabulary padding), which read as zeros, by file
     """
 
     files: list[TargetFile] = field(default_factory=list)
     texts: dict[str, Text] = field(default_factory=dict)
     slots: dict[str, list[Slot]] = field(default_factory=dict)
-    filled: int = 0
+    fills: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def filled(self) -> int:
+        """Bytes of declared fill in all files."""
+        return self.fills.total()
 
     def place(self, local: Local, buffer: Buffer, dtype: str) -> None:
         """Give a local tensor its place: its atoms' slots lie in `buffer`, row-major."""
@@ -107,13 +113,13 @@ class Target:
         for piece in local.pieces:
             offset = sum(a * s for a, s in zip(piece.at, strides, strict=True))
             used += self._box(local, piece, buffer, offset, strides, dtype)
-        self.filled += buffer.size - used * itemsize
+        self.fills[buffer.file] += buffer.size - used * itemsize
 
     def place_piece(self, local: Local, piece: Piece, sizes: Ints, buffer: Buffer, dtype: str) -> None:
         """Give one piece of a local tensor a buffer of its own."""
         itemsize = BY_NAME[dtype].size
         used = self._box(local, piece, buffer, 0, row_major(sizes, itemsize), dtype)
-        self.filled += buffer.size - used * itemsize
+        self.fills[buffer.file] += buffer.size - used * itemsize
 
     def _box(self, local: Local, piece: Piece, buffer: Buffer, offset: int, strides: Ints, dtype: str) -> int:
         """Slots of one piece; returns how many elements they hold (what is left is padding)."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...mappings.megatron_args import args_from_config
+from ..remote.mounts import ensure
 
 FILE = "run_config.yaml"
 LIMIT = 16 * 1024 * 1024
@@ -65,6 +66,7 @@ def read_run_config(where: Path) -> dict[str, Any] | None:
         try:
             if path.stat().st_size > LIMIT:
                 return None
+            ensure(path)
             run = yaml.safe_load(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             continue

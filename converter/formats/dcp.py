@@ -17,8 +17,9 @@ from ..roots import group_of, unwrap
 from ..sidefiles import find_hf
 from ..slots import Buffer, Ints
 from .base import DTypeOf, Found, Stored, StoredBox, Target, TargetFile, by_rank
+from .dcp_heads import prepare
 from .dcpfile import METADATA, DcpIndex, DcpTensor, encode_metadata, read
-from .torchfile import blob, contiguous, locate
+from .torchfile import TensorRef, blob, contiguous, locate
 
 
 def detect(path: Path) -> Path | None:
@@ -59,9 +60,12 @@ def files_of(index: DcpIndex, where: Path, also: Sequence[Path]) -> dict[str, in
 def locate_all(index: DcpIndex, found: Found) -> None:
     """Turn every chunk of the index into a box with the exact place of its bytes."""
     fds: dict[str, int] = {}
+    supposed = prepare(index)
     try:
         for name, tensor in index.tensors.items():
-            boxes = tuple(box for n in range(len(tensor.chunks)) if (box := _box(name, tensor, n, fds, found)))
+            boxes = tuple(
+                box for n in range(len(tensor.chunks)) if (box := _box(name, tensor, n, fds, supposed, found))
+            )
             if boxes:
                 found.tensors.append(Stored(name, tensor.dtype, tensor.shape, boxes))
     finally:
@@ -69,14 +73,20 @@ def locate_all(index: DcpIndex, found: Found) -> None:
             os.close(fd)
 
 
-def _box(name: str, tensor: DcpTensor, n: int, fds: dict[str, int], found: Found) -> StoredBox | None:
+Supposed = dict[tuple[str, int], TensorRef]
+"""Tensors whose place is known without a look, by file and offset of their entry."""
+
+
+def _box(
+    name: str, tensor: DcpTensor, n: int, fds: dict[str, int], supposed: Supposed, found: Found
+) -> StoredBox | None:
     chunk = tensor.chunks[n]
     file = str(chunk.file)
     if file not in fds:
         if len(fds) > 200:
             os.close(fds.pop(next(iter(fds))))
         fds[file] = os.open(file, os.O_RDONLY)
-    ref = locate(fds[file], chunk.offset, chunk.length, chunk.file)
+    ref = supposed.get((file, chunk.offset)) or locate(fds[file], chunk.offset, chunk.length, chunk.file)
     size = BY_NAME[tensor.dtype].size
     if ref.dtype != tensor.dtype:
         found.problems.add(name, f"{file} holds {ref.dtype}, .metadata says {tensor.dtype}")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ..dtypes import BY_NAME
 from ..errors import CorruptFile, NotACheckpoint, Problem, Problems, SourceError
+from ..remote.mounts import ensure
 from . import pickles
 from .dcp_boxes import cover_problem
 from .dcp_write import encode_metadata
@@ -149,6 +150,7 @@ class _Reader:
         raise NotACheckpoint(f"{self.roots[0]} has no {METADATA}{found}", hint=hint)
 
     def _metadata(self, path: Path) -> Opaque:
+        ensure(path)
         try:
             data = path.read_bytes()
         except OSError as error:

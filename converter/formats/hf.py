@@ -14,10 +14,11 @@ from typing import Any
 from ..dtypes import BY_NAME
 from ..errors import CorruptFile, SourceError
 from ..placement import Local
+from ..remote.mounts import ensure_all, mounted, remote_file
 from ..sidefiles import INDEX, find_hf, read_json
 from ..slots import Buffer
 from .base import DTypeOf, Found, Stored, StoredBox, Target, TargetFile, nbytes
-from .safetensors_file import StHeader, encode_header, read_header
+from .safetensors_file import HEAD, StHeader, encode_header, read_header
 from .torchfile import TensorRef, read
 
 name = "hf"
@@ -48,6 +49,7 @@ def read_checkpoint(path: Path) -> Found:
         index = _index(where / BIN_INDEX, found)
         files = _bin_files(where, index, found)
         found.facts["container"] = "torch .bin"
+    ensure_all({file: [(0, HEAD)] for file in files if file.suffix != ".bin"})
     read_one = _read_bin if files and files[0].suffix == ".bin" else _read_safetensors
     for file in files:
         _guard(found, file, lambda file=file: read_one(file, found))
@@ -234,6 +236,8 @@ def same_bytes(a: Buffer, b: Buffer, chunk: int = 1 << 22) -> bool:
     """Whether two buffers hold the same bytes."""
     if a.size != b.size:
         return False
+    if mounted(a.file) or mounted(b.file):
+        return _same_elsewhere(a, b)
     with open(a.file, "rb") as left, open(b.file, "rb") as right:
         left.seek(a.begin)
         right.seek(b.begin)
@@ -244,6 +248,26 @@ def same_bytes(a: Buffer, b: Buffer, chunk: int = 1 << 22) -> bool:
                 return False
             done += step
     return True
+
+
+def _same_elsewhere(a: Buffer, b: Buffer) -> bool:
+    """The same, in steps that begin small: what differs mostly does so at once."""
+    done, step = 0, 1 << 16
+    while done < a.size:
+        step = min(step, a.size - done)
+        if _part(a, done, step) != _part(b, done, step):
+            return False
+        done, step = done + step, 1 << 24
+    return True
+
+
+def _part(buffer: Buffer, at: int, size: int) -> bytes:
+    place, begin = remote_file(buffer.file), buffer.begin + at
+    if place is not None:
+        return bytes(place[0].fetcher.read(place[1], begin, begin + size))
+    with open(buffer.file, "rb") as file:
+        file.seek(begin)
+        return file.read(size)
 
 
 # ------------------------------------------------------------------------------------------------ writing

@@ -18,10 +18,14 @@ from typing import Any, NamedTuple
 
 from ..dtypes import BY_NAME
 from ..errors import CorruptFile, Problems, SourceError
+from ..remote.mounts import ensure
 
 # The library refuses longer headers, and so do we, before we allocate anything.
 MAX_HEADER = 100_000_000
 ALIGNMENT = 8
+HEAD = 32 * 1024
+"""Bytes of a remote file that are asked for first: the header of most."""
+
 _METADATA = "__metadata__"
 
 # Bits per element: what `dtypes` knows, and what the library (0.8) knows beyond it.
@@ -62,8 +66,9 @@ class StHeader:
 def read_header(path: str | Path) -> StHeader:
     """The header of a file, checked against the format and the file's size; all that is wrong is raised together."""
     path = Path(path)
+    ensure(path, 0, HEAD)
     try:
-        with path.open("rb") as file:
+        with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             raw = _raw_header(path, file, size)
     except OSError as error:
@@ -100,6 +105,7 @@ def _raw_header(path: Path, file: Any, size: int) -> bytes:
         raise CorruptFile(
             f"{path} claims a header of {length} bytes: expected {8 + length} bytes or more, found {size}", hint=_CUT
         )
+    ensure(path, 8, 8 + length)
     return file.read(length)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import SourceError
 from ..placement import Local
+from ..remote.mounts import ensure
 from ..sidefiles import above, find_hf, read_json
 from . import dcp
 from .base import DTypeOf, Found, Target
@@ -49,6 +50,7 @@ def iteration_directory(root: Path, holds: Any) -> Path | None:
 
 def tracked(root: Path) -> Path | None:
     """The directory that a run's tracker file names, or None when there is no (sensible) tracker."""
+    ensure(root / TRACKER)
     try:
         text = (root / TRACKER).read_text(encoding="ascii").strip()
     except (OSError, ValueError):

@@ -86,7 +86,7 @@ def _window(fd: int, path: Path, size: int, offset: int, length: int | None) -> 
         )
     if length == 0:
         raise CorruptFile(f"{about} is empty", hint="Fetch or copy it again.")
-    return Window(fd, offset, length, about)
+    return Window(fd, offset, length, about, path)
 
 
 class _Reader(Tensors):
@@ -203,6 +203,32 @@ def locate(fd: int, offset: int, length: int, file: Path) -> TensorRef:
         )
     data = offset + at
     return TensorRef(dtype, shape, strides, file, data + start, (data, nbytes))
+
+
+def probe(offset: int, length: int) -> tuple[int, int]:
+    """The bytes of an entry that `locate` reads."""
+    return offset, offset + min(_PROBE, length)
+
+
+def locate_in(file: Path, offset: int, length: int) -> TensorRef:
+    """`locate` in a file that is not open."""
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return locate(fd, offset, length, file)
+    finally:
+        os.close(fd)
+
+
+def confirm(head: bytes, offset: int, ref: TensorRef) -> bool:
+    """Whether the entry at `offset` whose first bytes these are, up to its tensor's, holds just this tensor."""
+    try:
+        at, pickle = _walk(head)
+        dtype, shape, strides, start, nbytes = _single(pickle)
+    except (ValueError, IndexError, OverflowError, struct.error, SourceError):
+        return False
+    data = offset + at
+    found = TensorRef(dtype, shape, strides, ref.file, data + start, (data, nbytes))
+    return found == ref
 
 
 def _walk(head: bytes) -> tuple[int, bytes]:

@@ -8,36 +8,51 @@ from __future__ import annotations
 
 import os
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CorruptFile, SourceError
+from ..remote.mounts import ensure_all, remote_file
 from .zip_layout import CENTRAL_MAGIC, END64_MAGIC, END_MAGIC, LOCAL_MAGIC, LOCATOR_MAGIC, U16_MAX, U32_MAX
 
 _END_SIZE = 22
 _CENTRAL_SIZE = 46
-_LOCAL_SIZE = 30
+LOCAL_SIZE = 30
 _TAIL = 1 << 16
 _MAX_DIRECTORY = 1 << 30
+_HEAD = 4096
 
 
 class Record(NamedTuple):
-    """One entry of a zip file: its size, and where its local header begins, counted from the zip's start."""
+    """One entry of a zip file: its size, and where its local header begins, counted from the zip's start. `described`:
+    its sizes stand behind its bytes once more."""
 
     name: str
     size: int
     header: int
     stored: bool
+    described: bool = False
 
 
 @dataclass(slots=True)
 class Window:
-    """`length` bytes of an open file from `start` on, under the name that errors use."""
+    """`length` bytes of an open file from `start` on, under the name that errors use. `file` is its path: what is read
+    of one that lies elsewhere is fetched before; `places` are the records' bytes, by local header, as `reckoned`."""
 
     fd: int
     start: int
     length: int
     about: str
+    file: Path | None = None
+    places: dict[int, int] = field(default_factory=dict)
+
+    def ensure(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Have these bytes (counted from `start`) on this machine; reading them one by one would take many requests."""
+        if self.file is not None:
+            at, end = self.start, self.start + self.length
+            ensure_all({self.file: [(min(at + a, end), min(at + b, end)) for a, b in spans]})
 
     def read(self, at: int, count: int) -> bytes:
         """`count` bytes at `at`, or an error that says how many there are."""
@@ -46,6 +61,7 @@ class Window:
                 f"{self.about} refers to bytes {at} to {at + count}, but is {self.length} bytes long",
                 hint="It is truncated or damaged: fetch or copy it again.",
             )
+        self.ensure([(at, at + count)])
         parts: list[bytes] = []
         got = 0
         while got < count:
@@ -63,6 +79,7 @@ class Window:
 def directory(window: Window) -> list[Record]:
     """All records, in the directory's order. Raises CorruptFile for whatever is not a whole, plain zip file."""
     tail_at = max(0, window.length - _TAIL - _END_SIZE)
+    window.ensure([(0, _HEAD), (tail_at, window.length)])
     tail = window.read(tail_at, window.length - tail_at)
     end = tail.rfind(END_MAGIC)
     if end < 0 or end + _END_SIZE > len(tail):
@@ -89,7 +106,11 @@ def directory(window: Window) -> list[Record]:
             hint="It is damaged: fetch or copy it again.",
         )
     inside = at >= tail_at
-    return _records(window, tail[at - tail_at : at - tail_at + size] if inside else window.read(at, size), count)
+    records = _records(window, tail[at - tail_at : at - tail_at + size] if inside else window.read(at, size), count)
+    if window.file is not None and remote_file(window.file) is not None:
+        window.places = reckoned(records, at)
+        window.ensure((r.header, r.header + LOCAL_SIZE) for r in records if r.header not in window.places)
+    return records
 
 
 def _end64(window: Window, end_at: int) -> tuple[int, int, int, int]:
@@ -135,7 +156,7 @@ def _record(data: bytes, at: int) -> tuple[Record, int]:
         size, stored_size, header = _wide(data[extra_at : extra_at + extra_length], size, stored_size, header)
     name = data[name_at:extra_at].decode("utf-8")
     stored = method == 0 and size == stored_size and not flags & 1
-    return Record(name, size, header, stored), after
+    return Record(name, size, header, stored, bool(flags & 8)), after
 
 
 def _wide(extra: bytes, *values: int) -> tuple[int, ...]:
@@ -150,6 +171,21 @@ def _wide(extra: bytes, *values: int) -> tuple[int, ...]:
     raise ValueError("zip64 field missing")
 
 
+def reckoned(records: Iterable[Record], directory_at: int) -> dict[int, int]:
+    """Where records' bytes begin, by where their local headers do: from the directory alone, for those that say so
+    twice. They end where the next record begins, and begin on a multiple of 64 right behind their local header, as
+    torch writes them. Reading every local header of a file that lies elsewhere would take a request for each tensor."""
+    out: dict[int, int] = {}
+    ordered = sorted(records, key=lambda record: record.header)
+    for record, following in zip(ordered, [*(r.header for r in ordered[1:]), directory_at], strict=True):
+        named = record.header + LOCAL_SIZE + len(record.name.encode())
+        ends = (16, 24) if record.described else (0,)
+        found = [at for end in ends if (at := following - end - record.size) % 64 == 0 and 0 <= at - named < 96]
+        if record.stored and len(found) == 1:
+            out[record.header] = found[0]
+    return out
+
+
 def data_offset(window: Window, record: Record) -> int:
     """Where the record's bytes begin, counted from the zip's start; they are checked to lie within the file."""
     if not record.stored:
@@ -157,14 +193,17 @@ def data_offset(window: Window, record: Record) -> int:
             f"{window.about} holds {record.name} compressed or encrypted, which torch never writes",
             hint="Load it with torch.load and save it with torch.save, or unzip it and zip it with `zip -0`.",
         )
-    header = window.read(record.header, _LOCAL_SIZE)
+    known = window.places.get(record.header)
+    if known is not None:
+        return known
+    header = window.read(record.header, LOCAL_SIZE)
     if header[:4] != LOCAL_MAGIC:
         raise CorruptFile(
             f"{window.about} has no record {record.name} at byte {record.header}, where its directory says",
             hint="It is damaged: fetch or copy it again.",
         )
     name_length, extra_length = struct.unpack_from("<2H", header, 26)
-    at = record.header + _LOCAL_SIZE + name_length + extra_length
+    at = record.header + LOCAL_SIZE + name_length + extra_length
     if at + record.size > window.length:
         raise CorruptFile(
             f"{window.about} is {window.length} bytes long, its record {record.name} ends at byte {at + record.size}",

@@ -30,7 +30,8 @@ class TorchFailed(AssertionError):
 class Torch:
     """Runs jobs one after another. A job that fails or hangs does not spoil the next one."""
 
-    def __init__(self, start_timeout: float = 120) -> None:
+    def __init__(self, start_timeout: float = 120, worker: Path = WORKER) -> None:
+        self._worker = worker
         self._scratch = tempfile.TemporaryDirectory(prefix="fsdp-")
         self._errors = Path(self._scratch.name) / "stderr"
         self._start_timeout = start_timeout
@@ -80,7 +81,7 @@ class Torch:
         folder = Path(self._scratch.name) / f"worker{self._starts}"
         with self._errors.open("ab") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, str(WORKER), str(folder)],
+                [sys.executable, str(self._worker), str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
