@@ -7,22 +7,23 @@ block. On a machine with CUDA both do nothing.
 
 What no patch gives, so that a caller configures it instead (`CPU_CONFIG`): gloo has no coalesced point-to-point,
 the all-to-all dispatcher keeps its split sizes in tensors unless they are on CUDA, fused kernels do not exist.
-Context parallelism (needs Transformer Engine), sequence parallelism (refused by the norm of the local layer spec)
-and FP8 do not run on the CPU at all.
+Context parallelism (needs Transformer Engine) and sequence parallelism (refused by the norm of the local layer spec)
+run with the modules of `megatron.specs`; FP8 does not run on the CPU at all.
 """
 
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import ModuleType
+from functools import cache
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["CPU_CONFIG", "cpu_megatron", "enable"]
+__all__ = ["CPU_CONFIG", "cpu_megatron", "enable", "hush", "quiet"]
 
 CPU = torch.device("cpu")
 
@@ -126,11 +127,29 @@ def _torch_patches() -> dict[str, Any]:
     }
 
 
-def _megatron_patches() -> list[tuple[ModuleType, str, Any]]:
-    """What is replaced in Megatron-Core, as (module, attribute, stand-in)."""
+def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """torch's AdamW has a `step` beside the tensors, and main parameters that are leaves: the original (0.16.1, 0.19.2)
+    looks for the one in what was saved, and copies into the other under autograd."""
+    group, order = self.model_param_group_index_map[model_param]
+    main = self.optimizer.param_groups[group]["params"][order]
+    with torch.no_grad():
+        for name, value in {"param": main, **self.optimizer.state[main]}.items():
+            if name in tensors:
+                value.copy_(tensors[name])
+
+
+@cache
+def _megatron_patches() -> list[tuple[Any, str, Any]]:
+    """What is replaced in Megatron-Core, as (module or class, attribute, stand-in)."""
+    with quiet():
+        return _find_patches()
+
+
+def _find_patches() -> list[tuple[Any, str, Any]]:
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     mla = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     return [
         # They reach into torch's C layer, which a build without CUDA lacks.
         (random, "_get_cuda_rng_state", _get_rng_state),
@@ -140,11 +159,12 @@ def _megatron_patches() -> list[tuple[ModuleType, str, Any]]:
         (moe_utils, "te_general_gemm", None),
         # It believes to have Transformer Engine, because importing Megatron's wrappers of it succeeds either way.
         (mla, "HAVE_TE", False),
+        (optimizer, "_set_main_param_and_optimizer_states", _set_main_param_and_optimizer_states),
     ]
 
 
 @contextmanager
-def _replaced(module: ModuleType, name: str, stand_in: Any) -> Iterator[None]:
+def _replaced(module: Any, name: str, stand_in: Any) -> Iterator[None]:
     """`module.name` is `stand_in` inside the block; a name that was not there is removed again."""
     missing = object()
     original = getattr(module, name, missing)
@@ -159,20 +179,47 @@ def _replaced(module: ModuleType, name: str, stand_in: Any) -> Iterator[None]:
 
 
 @contextmanager
+def quiet() -> Iterator[None]:
+    """Import Megatron-Core inside: without Transformer Engine it warns of every fallback, on every rank."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def hush() -> None:
+    """Pass over what torch warns of in Megatron-Core's own code, where a user can change nothing."""
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
+    for old in ("reduce_scatter_tensor", "all_gather_into_tensor"):
+        warnings.filterwarnings("ignore", rf"`torch\.distributed\.{old}` is deprecated", FutureWarning)
+
+
+_depth = 0
+
+
+@contextmanager
 def cpu_megatron() -> Iterator[None]:
-    """Inside the block Megatron-Core runs on the CPU. Does nothing where CUDA is available."""
-    if torch.cuda.is_available():
+    """Inside the block Megatron-Core runs on the CPU. Does nothing where CUDA is available, or inside another block."""
+    global _depth
+    if torch.cuda.is_available() or _depth:
         yield
         return
+    patches = _megatron_patches()
     with ExitStack() as stack:
+        _depth += 1
+        stack.callback(_leave)
         for name, stand_in in _torch_patches().items():
             stack.enter_context(_replaced(torch.cuda, name, stand_in))
-        for module, name, stand_in in _megatron_patches():
+        for module, name, stand_in in patches:
             stack.enter_context(_replaced(module, name, stand_in))
         # Megatron-Core compiles many elementwise functions, which on the CPU means a C++ compiler and ten seconds each.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_CudaMeansCpu())
         yield
+
+
+def _leave() -> None:
+    global _depth
+    _depth -= 1
 
 
 _enabled = ExitStack()

@@ -10,15 +10,16 @@ The local layer spec is used (no Transformer Engine), so this runs on the CPU to
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..converter.errors import ConfigError, Problem
-from .megatron_cpu import CPU_CONFIG
+from .megatron_cpu import CPU_CONFIG, quiet
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -146,10 +147,25 @@ def transformer_config(
     if read.problems:
         raise ConfigError(f"Megatron-Core cannot run this {family} model", read.problems)
     config_class = MLATransformerConfig if family == "deepseek_v3" else TransformerConfig
-    config = config_class(**{**core, **overrides})
+    config = _made(config_class, {**core, **overrides})
     for name, value in gpt.pop("yarn", {}).items():
         setattr(config, name, value)
     return MegatronConfig(config, gpt)
+
+
+def _made(kind: type[Any], values: dict[str, Any]) -> Any:
+    """Raises ConfigError for a field that the installed Megatron-Core does not know, and for what it refuses itself."""
+    unknown = sorted(values.keys() - {field.name for field in fields(kind)})
+    if unknown:
+        what = f"the installed Megatron-Core has no {', '.join(unknown)}"
+        raise ConfigError(f"Megatron-Core cannot be configured: {what}.", hint="0.16 and 0.19 are tested.")
+    try:
+        with warnings.catch_warnings():
+            # 0.16 warns of its own default.
+            warnings.filterwarnings("ignore", "full scope is deprecated")
+            return kind(**values)
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"Megatron-Core refuses this configuration: {error}") from error
 
 
 def _biases(read: _Reader, core: dict[str, Any]) -> None:
@@ -363,31 +379,49 @@ def _mla_core_attention() -> type:
     return MlaDotProductAttention
 
 
-def build_model(config: MegatronConfig, *, vocab_size: int) -> list[GPTModel]:
-    """This rank's part of the model: one GPTModel per virtual chunk. `vocab_size` is the padded size.
+Adapt = Callable[[Any, list[Any], "TransformerConfig"], None]
+"""Changes a chunk's specs before they are built: TransformerBlockSubmodules, specs of all its layers, the config."""
 
-    Model parallelism has to be initialised. Parameters hold Megatron's random initial values.
+
+def build_model(
+    config: MegatronConfig,
+    *,
+    vocab_size: int,
+    adapt: Adapt | None = None,
+    transformer_engine: bool = False,
+    model_class: Any = None,
+) -> list[GPTModel]:
+    """This rank's part of the model: one GPTModel per virtual chunk. `vocab_size` is the padded size,
+    `model_class` one of your own below GPTModel.
+
+    Model parallelism has to be initialised. Parameters hold Megatron's random initial values, or nothing under
+    `perform_initialization=False`.
     """
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
+    with quiet():
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt import GPTModel
 
-    # Any: Megatron-Core's own annotations of these functions are wrong.
-    specs: Any = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+        # Any: Megatron-Core's own annotations of these functions are wrong.
+        specs: Any = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     core = config.core
     chunks: list[GPTModel] = []
     for chunk in range(core.virtual_pipeline_model_parallel_size or 1):
         stage = chunk if core.virtual_pipeline_model_parallel_size else None
-        block = specs.get_gpt_decoder_block_spec(core, False, normalization=core.normalization, vp_stage=stage)
+        block = specs.get_gpt_decoder_block_spec(
+            core, transformer_engine, normalization=core.normalization, vp_stage=stage
+        )
         layers = list(block.layer_specs or [])
         mtp = None
         if core.mtp_num_layers:
-            last = specs.get_gpt_decoder_layer_specs(core, False, normalization=core.normalization)[-1]
+            last = specs.get_gpt_decoder_layer_specs(core, transformer_engine, normalization=core.normalization)[-1]
             layers.append(last)
-            mtp = specs.get_gpt_mtp_block_spec(core, last, False, vp_stage=stage)
-        if core.multi_latent_attention:
+            mtp = specs.get_gpt_mtp_block_spec(core, last, transformer_engine, vp_stage=stage)
+        if adapt is not None:
+            adapt(block, layers if mtp is None else [*layers, mtp], core)
+        elif core.multi_latent_attention and not transformer_engine:
             for layer in layers:
                 layer.submodules.self_attention.submodules.core_attention = _mla_core_attention()
-        model = GPTModel(
+        model: GPTModel = (model_class or GPTModel)(
             core,
             block,
             vocab_size,

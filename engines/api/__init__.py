@@ -1,0 +1,1 @@
+"""Configurations, metas and the abstract engine. Nothing here imports torch as it is imported."""

@@ -1,0 +1,1 @@
+"""Parts of ArchonEngine: models of our own in plain torch, every parallel dimension over one device mesh, schedules."""

@@ -1,0 +1,51 @@
+"""The optimizer of an FSDPEngine and its learning rate, from the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..api.configs import FSDPEngineConfig, OptimizerConfig, TrainEngineConfig
+from ..api.metas import FinetuneSpec
+from ..schedule import Schedule
+from ..sharded_optim import SGD, AdamW, AdamWKahan, ShardedOptimizer, Streaming
+
+
+def stored_dtype(config: TrainEngineConfig) -> torch.dtype:
+    """Of the parameters between steps: `optimizer_dtype`, or bfloat16 for the optimizer that is made for it."""
+    if config.optimizer is not None and config.optimizer.type == "adam_bf16":
+        return torch.bfloat16
+    return getattr(torch, config.optimizer_dtype)
+
+
+def make_schedule(config: OptimizerConfig, ft_spec: FinetuneSpec | None) -> Schedule:
+    """Of a training whose length is known; else the rate stays what it is."""
+    if ft_spec is None:
+        return Schedule("constant", config.lr, 1)
+    return Schedule.of(config, ft_spec.total_train_steps)
+
+
+def make_optimizer(
+    config: OptimizerConfig,
+    fsdp: FSDPEngineConfig,
+    named: Mapping[str, Tensor],
+    blocks: Sequence[str],
+    device: torch.device,
+) -> ShardedOptimizer:
+    """All trainable parameters, one group. `blocks` are the names of the layers that `per_layer_optim_step` goes by."""
+    named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    if config.type == "sgd":
+        return SGD(named, lr=config.lr, momentum=config.beta1, weight_decay=config.weight_decay)
+    kind = AdamWKahan if config.type == "adam_bf16" else AdamW
+    streaming = Streaming(device, fsdp.optim_step_prefetch_layers) if fsdp.per_layer_optim_step else None
+    return kind(
+        named,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        blocks=blocks,
+        streaming=streaming,
+    )

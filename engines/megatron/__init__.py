@@ -1,0 +1,1 @@
+"""MegatronEngine: Megatron-Core behind the engines' API."""

@@ -1,0 +1,399 @@
+"""`MegatronEngine`: Megatron-Core's GPTModel, DDP, distributed optimizer and pipeline schedules."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...converter.errors import ConfigError
+from ..api.base import TrainEngine
+from ..api.checks import check
+from ..api.configs import OptimizerConfig, ParallelStrategy, TrainEngineConfig
+from ..data.batches import Batch
+from ..launching import device_of, start
+from ..megatron_cpu import cpu_megatron, hush
+from ..packed_attention import check_available
+from ..schedule import Schedule
+from . import build, groups, lora, mtp, optim, weights
+from .batches import Layout, Rows
+from .compute import Compute
+from .fields import stages
+from .fp8 import token_multiple
+from .steps import Steps, vocabulary
+
+if TYPE_CHECKING:
+    from ...converter.checkpoint import Checkpoint
+    from ...converter.loading import Loaded
+    from ...converter.mesh import Mesh
+    from ..api.base import LossFn, LossWeightFn
+    from ..api.metas import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
+    from ..megatron_model import MegatronConfig
+
+BACKEND = "megatron"
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _with_megatron(method: Method) -> Method:
+    """Megatron-Core runs inside: without CUDA, its calls for CUDA mean the CPU."""
+
+    @wraps(method)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with cpu_megatron():
+            return method(*args, **kwargs)
+
+    return inside  # type: ignore[return-value]
+
+
+class MegatronEngine(TrainEngine):
+    """The engine; see `TrainEngine` for what its methods do and `engines/megatron/` for how.
+
+    Parameters are in `dtype`; under bfloat16 the optimizer has fp32 masters, taken from the checkpoint as it is. Sizes,
+    ranks and pipeline chunks are Megatron-Core's. A process has one such engine at a time.
+    """
+
+    backend = BACKEND
+
+    def __init__(self, config: TrainEngineConfig) -> None:
+        super().__init__(config)
+        self.device = torch.device("cpu")
+        self.checkpoint: Checkpoint | None = None
+        self.loaded: Loaded | None = None
+        self.strategy: ParallelStrategy | None = None
+        self.groups: groups.Groups | None = None
+        self.core: MegatronConfig | None = None
+        self.optimizer: Any = None
+        """Megatron-Core's ChainedOptimizer."""
+        self.lora: lora.MegatronLora | None = None
+        self.schedule: Schedule | None = None
+        self.lr_step = 0
+        """Steps of the learning rate's schedule so far."""
+        self._chunks: list[nn.Module] = []
+        self._wrapped: list[nn.Module] = []
+        self._compute: Compute | None = None
+        self._offloader = optim.StorageOffloader()
+        self._owns_group = False
+
+    # -------------------------------------------------------------------------------------------- lifecycle
+
+    def create_process_group(self, parallel_strategy: ParallelStrategy | None = None) -> None:
+        config = self.config
+        hush()
+        self.device = device_of()
+        self.checkpoint = weights.open_model(config.path, with_weights=not config.init_from_scratch)
+        world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        hf_config = self.checkpoint.config
+        strategy = check(
+            config, hf_config, world, BACKEND, parallel_strategy=parallel_strategy, device=self.device.type
+        )
+        build.check_fields(config, strategy, self.device)
+        if not build.uses_engine(config, self.device):
+            check_available(self.config.attn_impl, self.device)
+        self.core = build.core_config(config, hf_config, strategy, self.device)
+        if config.use_lora:
+            lora.check_model(config, self.core.core)
+        self._owns_group = start(self.device, strategy.world_size)
+        self.strategy = strategy
+        self._make_groups(strategy)
+
+    @_with_megatron
+    def _make_groups(self, strategy: ParallelStrategy) -> None:
+        self.groups = groups.make(strategy, self.vpp)
+        groups.seed(self.config.seed)
+
+    @_with_megatron
+    def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
+        if addr is not None:
+            raise ConfigError(f"addr: MegatronEngine has no server to talk to; {addr!r} was given.", hint="Pass None.")
+        if self.groups is None:
+            raise ConfigError("The engine has no process groups yet.", hint="Call create_process_group() first.")
+        config, core, place = self.config, _made(self.core), self.groups
+        engine = build.uses_engine(config, self.device)
+        self._chunks = build.make_model(core, self._vocabulary, self.config.attn_impl, self.device, engine=engine)
+        if config.use_lora:
+            self.lora = lora.inject(self._chunks, config, core.core, place)
+        masters = None if config.init_from_scratch else self._read_weights(_made(self.checkpoint))
+        if self.lora is not None:
+            self.lora.initialise(config.seed)
+        trained = config.optimizer is not None
+        self._wrapped = build.wrap(self._chunks, core.core, config) if trained else self._chunks
+        if config.optimizer is not None:
+            self.optimizer = optim.make(config, config.optimizer, self._wrapped)
+            self.schedule = _schedule(config.optimizer, ft_spec)
+            if masters is not None:
+                optim.fill_masters(self.optimizer, masters)
+        self._compute = self._make_compute()
+        self.train(trained)
+
+    def _make_compute(self) -> Compute:
+        config, core, place = self.config, _made(self.core).core, _made(self.groups)
+        padded = build.padded_vocabulary(self._vocabulary, place.sizes.tp_size)
+        steps = Steps(
+            self._wrapped,
+            core,
+            place,
+            vocabulary(self._vocabulary, padded, place),
+            mask_routers=build.balances(core),
+            temperature=config.temperature,
+            chunk=config.logprobs_chunk_size,
+            entropy_requires_grad=config.megatron.entropy_requires_grad,
+        )
+        layout = Layout(
+            self.device,
+            place.sizes.cp_size,
+            place.cp.rank(),
+            unit=place.sizes.tp_size * token_multiple(config.megatron.fp8_config),
+            maximum=config.mb_spec.max_tokens_per_mb if config.pad_to_maximum else None,
+        )
+        return Compute(steps, layout, place, core, config.mb_spec)
+
+    def destroy(self) -> None:
+        self._chunks, self._wrapped = [], []
+        self._compute = self.optimizer = self.core = self.lora = None
+        if self.groups is not None:
+            groups.release(self.groups, self._owns_group)
+        self.groups = None
+        self._offloader = optim.StorageOffloader()
+        self._owns_group = False
+
+    @property
+    def initialized(self) -> bool:
+        return self._compute is not None
+
+    @property
+    def model(self) -> list[nn.Module]:
+        """This rank's chunks, one unless the pipeline is interleaved, without DDP. ConfigError before `initialize`."""
+        if not self._chunks:
+            _made(None)
+        return self._chunks
+
+    @property
+    def vpp(self) -> int:
+        return self.config.megatron.virtual_pipeline_parallel_size
+
+    @property
+    def mesh(self) -> Mesh:
+        """The layout of the weights, as the converter has it; `rank` is this rank's number on it."""
+        return stages(self.config.megatron, _made(self.groups).mesh(self.vpp))
+
+    @property
+    def rank(self) -> int:
+        return _made(self.groups).place(self.mesh)
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(_made(self.checkpoint).config["vocab_size"])
+
+    def train(self, mode: bool = True) -> MegatronEngine:
+        for chunk in self._wrapped or self.model:
+            chunk.train(mode)
+        return self
+
+    @_with_megatron
+    def gather_parameters(self) -> None:
+        """Have every parameter whole and new: before anything else than a forward pass reads them. Collective."""
+        optim.gather_parameters(self._wrapped)
+
+    @_with_megatron
+    def offload(self) -> None:
+        self.gather_parameters()
+        self.optimizer_zero_grad()
+        self._offloader.offload(optim.tensors_of(self._wrapped, self.optimizer))
+
+    @_with_megatron
+    def onload(self) -> None:
+        self._offloader.onload()
+
+    # -------------------------------------------------------------------------------------------- topology
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        return _made(self.groups).dp
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return _made(self.groups).dp.rank()
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        return _made(self.groups).dp.size()
+
+    @property
+    def context_and_model_parallel_group(self) -> dist.ProcessGroup:
+        return _made(self.groups).model
+
+    @property
+    def cpu_group(self) -> dist.ProcessGroup:
+        return _made(self.groups).cpu
+
+    def current_data_parallel_head(self) -> int:
+        return dist.get_global_rank(self.context_and_model_parallel_group, 0)
+
+    def is_data_parallel_head(self) -> bool:
+        return self.current_data_parallel_head() == dist.get_rank()
+
+    # -------------------------------------------------------------------------------------------- compute
+
+    @_with_megatron
+    def train_batch(
+        self, input_: list[Batch] | Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn
+    ) -> dict[str, float]:
+        self._optimizer()
+        self.optimizer_zero_grad()
+        compute = _made(self._compute)
+        parts = compute.split(input_)
+        losses = compute.loss(parts, loss_fn, loss_weight_fn, forward_only=False)
+        stats = self.optimizer_step()
+        return {**stats, "num_micro_batches": float(len(parts)), **losses}
+
+    @_with_megatron
+    def eval_batch(
+        self, input_: list[Batch] | Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn
+    ) -> torch.Tensor | None:
+        """The loss is on every rank, those of other stages too. Multi-token prediction has no part in it."""
+        compute = _made(self._compute)
+        return torch.tensor(compute.loss(compute.split(input_), loss_fn, loss_weight_fn, forward_only=True)["loss"])
+
+    @_with_megatron
+    def forward_batch(
+        self,
+        input_: list[Batch] | Batch,
+        output_seqlens: list[int] | None = None,
+        aggregate_fn: Callable[[list[torch.Tensor]], torch.Tensor] | None = None,
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """Every rank has them, those of other stages too."""
+        compute = _made(self._compute)
+        rows = compute.logprobs(compute.split(input_), output_seqlens)
+        return (aggregate_fn or torch.cat)(rows)
+
+    @_with_megatron
+    def forward_backward_batch(
+        self,
+        mb_list: Iterable[Batch],
+        process_output_fn: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor | None],
+        forward_only: bool = False,
+    ) -> None:
+        """As the base class has it, on the last stage. `logits` are this rank's columns and, under context parallelism,
+        its tokens, padding included; `ctx` has `batch`, `rows` (see `batches.Rows`), and `steps`, whose
+        `logprobs(logits, rows)` gives whole log-probabilities. Under enable_mtp it is for going forward only."""
+        compute = _made(self._compute)
+        if not forward_only:
+            mtp.check_own_loss(self.config)
+
+        def process(logits: Tensor, rows: Rows) -> Tensor | None:
+            return process_output_fn(logits, {"batch": rows.batch, "rows": rows, "steps": compute.steps})
+
+        compute.steps.run(compute.rows(list(mb_list)), process, forward_only=forward_only)
+
+    @_with_megatron
+    def optimizer_zero_grad(self) -> None:
+        for chunk in self._wrapped:
+            if hasattr(chunk, "zero_grad_buffer"):
+                chunk.zero_grad_buffer()  # type: ignore[operator]
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    @_with_megatron
+    def optimizer_step(self) -> dict[str, float]:
+        lr = self.lr
+        fine, norm = optim.step(self._optimizer(), lr)
+        self.optimizer_zero_grad()
+        return {"update_successful": float(fine), "grad_norm": norm, "lr": lr}
+
+    def lr_scheduler_step(self) -> None:
+        self._optimizer()
+        self.lr_step += 1
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        self._optimizer()
+        return _made(self.schedule).at(self.lr_step)
+
+    def _optimizer(self) -> Any:
+        if self.optimizer is None:
+            raise ConfigError(
+                "optimizer: none is configured, this engine only evaluates.", hint="Set config.optimizer."
+            )
+        return self.optimizer
+
+    # -------------------------------------------------------------------------------------------- state and weights
+
+    def _read_weights(self, checkpoint: Checkpoint) -> dict[Tensor, Tensor] | None:
+        """Fill the parameters; the values that they were rounded from, where masters want them."""
+        masters = self.config.optimizer is not None and self.config.dtype != "float32" and self.lora is None
+        self.loaded, kept = weights.load(self.model, checkpoint, self.mesh, self.rank, masters=masters)
+        return kept
+
+    @_with_megatron
+    def save(self, meta: SaveLoadMeta) -> None:
+        self.gather_parameters()
+        if meta.weight_format == "hf":
+            if self.lora is not None and not meta.merge_adapters:
+                self.lora.save(meta, self.cpu_group)
+                return
+            held = weights.state_dicts(self.model) if self.lora is None else self.lora.merged()
+            weights.save_hf(held, meta, _made(self.checkpoint), self.mesh, self.rank, self.cpu_group)
+            return
+        from . import checkpoint
+
+        checkpoint.save(self, meta)
+
+    @_with_megatron
+    def load(self, meta: SaveLoadMeta) -> None:
+        if meta.weight_format == "hf":
+            masters = None
+            if self.lora is not None and self.lora.is_saved_at(meta.path):
+                self.lora.load(meta.path, self.cpu_group)
+            else:
+                masters = self._read_weights(weights.open_model(meta.path))
+            if self.optimizer is not None:
+                optim.fill_masters(self.optimizer, masters)
+            return
+        from . import checkpoint
+
+        checkpoint.load(self, meta)
+
+    def train_state(self) -> Any:
+        from . import checkpoint
+
+        return checkpoint.state_of(self)
+
+    def connect_engine(self, engine: Any, meta: WeightUpdateMeta) -> None:
+        if meta.type != "disk":
+            raise ConfigError(f"type: weights go to inference servers by disk only, {meta.type} was asked for.")
+
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
+        from ..api.metas import SaveLoadMeta
+
+        if meta.type != "disk" or meta.path is None:
+            raise ConfigError(
+                f"type: weights are updated by disk only, with a path; {meta.type} (path {meta.path}) was asked for.",
+                hint="WeightUpdateMeta.from_disk(…)",
+            )
+        merge = self.lora is not None and not meta.use_lora
+        self.save(SaveLoadMeta(meta.path, "hf", base_model_path=self.config.path, merge_adapters=merge))
+
+    def rollout_batch(self, data: list[dict[str, Any]], workflow: Any, *args: Any, **kwargs: Any) -> list[Batch]:
+        raise ConfigError("No inference engine is connected: there is nothing to generate with.")
+
+    def prepare_batch(self, dataloader: Iterable[Any], workflow: Any, *args: Any, **kwargs: Any) -> list[Batch]:
+        raise ConfigError("No inference engine is connected: there is nothing to generate with.")
+
+
+def _made(value: Any) -> Any:
+    if value is None:
+        raise ConfigError("The engine is not ready.", hint="Call create_process_group() and initialize() first.")
+    return value
+
+
+def _schedule(config: OptimizerConfig, ft_spec: FinetuneSpec | None) -> Schedule:
+    if ft_spec is None:
+        return Schedule("constant", config.lr, 1)
+    return Schedule.of(config, ft_spec.total_train_steps)

@@ -1,0 +1,48 @@
+"""torch's profiler over a window of steps, as a Chrome trace a rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..converter.errors import ConfigError
+
+__all__ = ["ProfilerWindow"]
+
+
+class ProfilerWindow:
+    """Records steps `first` to `last` (counted from 1, both among them) and writes `trace-rank-N.json` to a directory.
+
+    `first` of 0: records nothing. Call `before(step)` and `after(step)` around each step, `close` at the end.
+    """
+
+    def __init__(self, path: Path, first: int = 0, last: int = 0, rank: int = 0, memory: bool = False) -> None:
+        if first < 0 or (first and last < first):
+            raise ConfigError(f"The profiler cannot record steps {first} to {last}.")
+        self.path, self.first, self.last, self.rank, self.memory = path, first, last, rank, memory
+        self.profile: Any = None
+
+    def before(self, step: int) -> None:
+        if self.first and self.profile is None and self.first <= step <= self.last:
+            import torch
+            from torch.profiler import ProfilerActivity, profile
+
+            kinds = [ProfilerActivity.CPU]
+            kinds += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            self.profile = profile(activities=kinds, record_shapes=True, profile_memory=self.memory)
+            self.profile.start()
+
+    def after(self, step: int) -> Path | None:
+        """The trace, when this was the last step of the window."""
+        return self.close() if self.profile is not None and step >= self.last else None
+
+    def close(self) -> Path | None:
+        """Write what was recorded, also when the run ends inside the window."""
+        if self.profile is None:
+            return None
+        self.profile.stop()
+        self.path.mkdir(parents=True, exist_ok=True)
+        trace = self.path / f"trace-rank-{self.rank}.json"
+        self.profile.export_chrome_trace(str(trace))
+        self.profile, self.first = None, 0
+        return trace
