@@ -312,6 +312,8 @@ def _move(planned: Planned, work: WorkDir, limits: Limits, progress: Progress | 
     finally:
         source.close()
         out.close()
+    if shared.problems:
+        check_unchanged(planned)  # first: what somebody writes over meanwhile looks broken in other ways, too
     shared.problems.raise_as(SourceError, f"{planned.source.path} cannot be converted as it is:")
     _compare_with_manifest(planned, result.digests)
 

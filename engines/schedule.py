@@ -45,8 +45,11 @@ class Schedule:
         problems.raise_as(ConfigError, "This learning-rate schedule cannot be.")
 
     @classmethod
-    def of(cls, config: OptimizerConfig, total: int) -> Schedule:
-        """As the configuration has it: `warmup_steps`, or else a proportion of the total, rounded down."""
+    def of(cls, config: OptimizerConfig, total: int | None) -> Schedule:
+        """As the configuration has it: `warmup_steps`, or else a proportion of the total, rounded down. Of a training
+        whose length is not known (None), the rate stays what it is."""
+        if total is None:
+            return cls("constant", config.lr, 1)
         return cls(config.lr_scheduler_type, config.lr, total, config.warmup_of(total), config.min_lr_ratio)
 
     def factor(self, step: int) -> float:

@@ -30,6 +30,7 @@ from ..plan import AtomPlan, copies_of
 from ..rawio import Files, write_exactly
 from ..sidefiles import INDEX, read_index
 from ..slots import Buffer, Slot
+from ..source_state import check_unchanged
 from ..target import Options
 from ..verify import compare_segments
 from .fetch import Stopped
@@ -231,6 +232,8 @@ class Maker:
             source.close()
             if out is not None:
                 out.close()
+        if shared.problems:
+            check_unchanged(self.planned)
         shared.problems.raise_as(SourceError, f"{self.planned.source.path} cannot be pushed as it is:")
         if self.stop.is_set():
             raise Stopped

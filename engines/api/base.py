@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ...converter.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +33,16 @@ if TYPE_CHECKING:
     LossWeightFn = Callable[[Mapping[str, Any]], torch.Tensor]
     """The weight of a (micro-)batch's loss, as a rule the number of tokens that count."""
 
-__all__ = ["TrainEngine"]
+T = TypeVar("T")
+
+__all__ = ["TrainEngine", "made"]
+
+
+def made(value: T | None) -> T:
+    """Something that `create_process_group` or `initialize` makes. Raises ConfigError before they have."""
+    if value is None:
+        raise ConfigError("The engine is not ready.", hint="Call create_process_group() and initialize() first.")
+    return value
 
 
 class TrainEngine(ABC):
@@ -39,6 +50,9 @@ class TrainEngine(ABC):
 
     backend: str = ""
     """fsdp, megatron or archon."""
+
+    lora: Any = None
+    """The adapters, where `use_lora` is set and the model is made."""
 
     def __init__(self, config: TrainEngineConfig) -> None:
         self.config = config
@@ -217,13 +231,26 @@ class TrainEngine(ABC):
         model or its adapters, and the optimizer, as `states.state_of` finds them (None)."""
         return None
 
-    @abstractmethod
     def connect_engine(self, engine: Any, meta: WeightUpdateMeta) -> None:
-        """Make the ways to an inference engine that `update_weights` goes."""
+        """Make the ways to an inference engine that `update_weights` goes. By disk there is nothing to make.
 
-    @abstractmethod
+        Raises ConfigError for the other ways.
+        """
+        if meta.type != "disk":
+            raise ConfigError(f"type: weights go to inference servers by disk only, {meta.type} was asked for.")
+
     def update_weights(self, meta: WeightUpdateMeta) -> None:
-        """Bring the inference servers to the current weights; returns when they have them."""
+        """Write the current weights where inference servers read them: a Hugging Face directory at `meta.path`, or the
+        adapter with `meta.use_lora`. Returns when they are complete. Raises ConfigError for other ways than by disk."""
+        from .metas import SaveLoadMeta
+
+        if meta.type != "disk" or meta.path is None:
+            raise ConfigError(
+                f"type: weights are updated by disk only, with a path; {meta.type} (path {meta.path}) was asked for.",
+                hint="WeightUpdateMeta.from_disk(…)",
+            )
+        merge = self.lora is not None and not meta.use_lora
+        self.save(SaveLoadMeta(meta.path, "hf", base_model_path=self.config.path, merge_adapters=merge))
 
     def set_version(self, version: int) -> None:
         """The number of the current weights, which travels with them and with the training state."""
@@ -232,7 +259,6 @@ class TrainEngine(ABC):
     def get_version(self) -> int:
         return self._version
 
-    @abstractmethod
     def rollout_batch(
         self,
         data: list[dict[str, Any]],
@@ -243,8 +269,8 @@ class TrainEngine(ABC):
         drop_incomplete_group: bool = False,
     ) -> list[Batch]:
         """Generate with the connected inference engine, wait for all of it. ConfigError when none is connected."""
+        raise ConfigError("No inference engine is connected: there is nothing to generate with.")
 
-    @abstractmethod
     def prepare_batch(
         self,
         dataloader: Iterable[Any],
@@ -256,7 +282,8 @@ class TrainEngine(ABC):
         reward_normalization: bool = False,
         drop_incomplete_group: bool = False,
     ) -> list[Batch]:
-        """The next batch of the connected inference engine's, generation going on meanwhile."""
+        """The next batch of the connected inference engine's, generation going on meanwhile. ConfigError as above."""
+        raise ConfigError("No inference engine is connected: there is nothing to generate with.")
 
     # -------------------------------------------------------------------------------------------- observability
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...converter.errors import ConfigError, SourceError
-from ..api.base import TrainEngine
+from ..api.base import TrainEngine, made
 from ..api.checks import check
 from ..api.configs import ParallelStrategy, TrainEngineConfig
 from ..data.batches import Batch, MicroBatches, concatenate, pack, split
@@ -19,11 +19,12 @@ from ..grad_norm import agreed, clip, gradient_norm
 from ..launching import device_of, start
 from ..lora import Lora, base_dtype, inject
 from ..packed_attention import check_available
+from ..schedule import Schedule
 from . import model as models
 from .forward import Forward, Rows, aux_loss_of, resized
 from .mesh import FsdpMesh, make_mesh
 from .offload import Offloader
-from .optim import make_optimizer, make_schedule, stored_dtype
+from .optim import make_optimizer, stored_dtype
 from .parallelize import named_blocks, reshard, shard_model
 from .tensor_parallel import vocabulary
 
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
     from ...converter.checkpoint import Checkpoint
     from ...converter.loading import Loaded
     from ..api.base import LossFn, LossWeightFn
-    from ..api.metas import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
-    from ..schedule import Schedule
+    from ..api.metas import FinetuneSpec, SaveLoadMeta
     from ..sharded_optim import ShardedOptimizer
 
 BACKEND = "fsdp"
@@ -87,7 +87,7 @@ class FSDPEngine(TrainEngine):
             raise ConfigError(f"addr: FSDPEngine has no server to talk to; {addr!r} was given.", hint="Pass None.")
         if self.mesh is None:
             raise ConfigError("The engine has no process groups yet.", hint="Call create_process_group() first.")
-        config, mesh, checkpoint = self.config, self.mesh, _made(self.checkpoint)
+        config, mesh, checkpoint = self.config, self.mesh, made(self.checkpoint)
         torch.manual_seed(config.seed + mesh.data_rank)  # dropout: as the data, so the same where the data is
         self.hf_config = models.parse_config(checkpoint.config)
         stored = stored_dtype(config)
@@ -133,7 +133,7 @@ class FSDPEngine(TrainEngine):
             self.optimizer = make_optimizer(
                 config.optimizer, config.fsdp, dict(model.named_parameters()), blocks, self.device
             )
-            self.schedule = make_schedule(config.optimizer, ft_spec)
+            self.schedule = Schedule.of(config.optimizer, ft_spec.total_train_steps if ft_spec else None)
         self._offloader = Offloader(model, self.optimizer, self.device)
         self.train(config.optimizer is not None)
 
@@ -158,42 +158,42 @@ class FSDPEngine(TrainEngine):
     @property
     def model(self) -> nn.Module:
         """The sharded model. Raises ConfigError before `initialize`."""
-        return _made(self._model)
+        return made(self._model)
 
     def train(self, mode: bool = True) -> FSDPEngine:
         self.model.train(mode)
         return self
 
     def offload(self) -> None:
-        _made(self._offloader).offload()
+        made(self._offloader).offload()
 
     def onload(self) -> None:
-        _made(self._offloader).onload()
+        made(self._offloader).onload()
 
     # -------------------------------------------------------------------------------------------- topology
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
-        return _made(self.mesh).data_group
+        return made(self.mesh).data_group
 
     @property
     def data_parallel_rank(self) -> int:
-        return _made(self.mesh).data_rank
+        return made(self.mesh).data_rank
 
     @property
     def data_parallel_world_size(self) -> int:
-        return _made(self.mesh).dp
+        return made(self.mesh).dp
 
     @property
     def context_and_model_parallel_group(self) -> dist.ProcessGroup:
-        return _made(self.mesh).model_group
+        return made(self.mesh).model_group
 
     @property
     def cpu_group(self) -> dist.ProcessGroup:
-        return _made(self._cpu_group)
+        return made(self._cpu_group)
 
     def current_data_parallel_head(self) -> int:
-        return _made(self.mesh).data_head()
+        return made(self.mesh).data_head()
 
     def is_data_parallel_head(self) -> bool:
         return self.current_data_parallel_head() == dist.get_rank()
@@ -227,7 +227,7 @@ class FSDPEngine(TrainEngine):
 
         def keep(logits: Tensor, ctx: dict[str, Any]) -> None:
             rows: Rows = ctx["rows"]
-            forward = _made(self._forward)
+            forward = made(self._forward)
             found.append(forward.values(logits, rows) if self.config.is_critic else forward.logprobs(logits, rows)[0])
 
         self.forward_backward_batch(parts.parts, keep, forward_only=True)
@@ -247,8 +247,8 @@ class FSDPEngine(TrainEngine):
         """As the base class has it. Under tensor and sequence parallelism `logits` are this rank's slice of the
         vocabulary and of the tokens; `ctx` has `batch`, `rows` (see `forward.Rows`), `vocabulary` and `forward`, whose
         `logprobs(logits, rows)` gives whole log-probabilities on every rank."""
-        forward = _made(self._forward)
-        _made(self._offloader).check_here()
+        forward = made(self._forward)
+        made(self._offloader).check_here()
         for batch in mb_list:
             rows = forward.rows(batch)
             with torch.set_grad_enabled(not forward_only):
@@ -278,7 +278,7 @@ class FSDPEngine(TrainEngine):
 
         Raises SourceError when nothing in the global batch counts.
         """
-        mesh, forward = _made(self.mesh), _made(self._forward)
+        mesh, forward = made(self.mesh), made(self._forward)
         weights = [float(loss_weight_fn(part)) for part in parts.parts]
         total = self._reduced(sum(weights))
         if not total > 0:
@@ -311,7 +311,7 @@ class FSDPEngine(TrainEngine):
         norm = agreed(gradient_norm(gradients, self.device))
         fine = bool(torch.isfinite(norm))
         if fine:
-            clip(gradients, norm, _made(self.config.optimizer).gradient_clipping)
+            clip(gradients, norm, made(self.config.optimizer).gradient_clipping)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
@@ -326,7 +326,7 @@ class FSDPEngine(TrainEngine):
     def lr(self) -> float:
         """The learning rate of the next step."""
         self._optimizer()
-        return _made(self.schedule).at(self.lr_step)
+        return made(self.schedule).at(self.lr_step)
 
     def _optimizer(self) -> ShardedOptimizer:
         if self.optimizer is None:
@@ -336,8 +336,8 @@ class FSDPEngine(TrainEngine):
     # -------------------------------------------------------------------------------------------- state and weights
 
     def save(self, meta: SaveLoadMeta) -> None:
-        checkpoint = _made(self.checkpoint)
-        _made(self._offloader).check_here()
+        checkpoint = made(self.checkpoint)
+        made(self._offloader).check_here()
         if meta.weight_format == "hf":
             from ..export import save_hf
 
@@ -370,30 +370,3 @@ class FSDPEngine(TrainEngine):
         if meta.with_optim:
             self.lr_step = int(restored.progress.schedule["step"])
         self.set_version(restored.progress.version)
-
-    def connect_engine(self, engine: Any, meta: WeightUpdateMeta) -> None:
-        if meta.type != "disk":
-            raise ConfigError(f"type: weights go to inference servers by disk only, {meta.type} was asked for.")
-
-    def update_weights(self, meta: WeightUpdateMeta) -> None:
-        from ..api.metas import SaveLoadMeta
-
-        if meta.type != "disk" or meta.path is None:
-            raise ConfigError(
-                f"type: weights are updated by disk only, with a path; {meta.type} (path {meta.path}) was asked for.",
-                hint="WeightUpdateMeta.from_disk(…)",
-            )
-        merge = self.lora is not None and not meta.use_lora
-        self.save(SaveLoadMeta(meta.path, "hf", base_model_path=self.config.path, merge_adapters=merge))
-
-    def rollout_batch(self, data: list[dict[str, Any]], workflow: Any, *args: Any, **kwargs: Any) -> list[Batch]:
-        raise ConfigError("No inference engine is connected: there is nothing to generate with.")
-
-    def prepare_batch(self, dataloader: Iterable[Any], workflow: Any, *args: Any, **kwargs: Any) -> list[Batch]:
-        raise ConfigError("No inference engine is connected: there is nothing to generate with.")
-
-
-def _made(value: Any) -> Any:
-    if value is None:
-        raise ConfigError("The engine is not ready.", hint="Call create_process_group() and initialize() first.")
-    return value

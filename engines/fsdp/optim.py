@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from ..api.configs import FSDPEngineConfig, OptimizerConfig, TrainEngineConfig
-from ..api.metas import FinetuneSpec
-from ..schedule import Schedule
 from ..sharded_optim import SGD, AdamW, AdamWKahan, ShardedOptimizer, Streaming
 
 
@@ -18,13 +16,6 @@ def stored_dtype(config: TrainEngineConfig) -> torch.dtype:
     if config.optimizer is not None and config.optimizer.type == "adam_bf16":
         return torch.bfloat16
     return getattr(torch, config.optimizer_dtype)
-
-
-def make_schedule(config: OptimizerConfig, ft_spec: FinetuneSpec | None) -> Schedule:
-    """Of a training whose length is known; else the rate stays what it is."""
-    if ft_spec is None:
-        return Schedule("constant", config.lr, 1)
-    return Schedule.of(config, ft_spec.total_train_steps)
 
 
 def make_optimizer(

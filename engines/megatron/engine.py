@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...converter.errors import ConfigError
-from ..api.base import TrainEngine
+from ..api.base import TrainEngine, made
 from ..api.checks import check
-from ..api.configs import OptimizerConfig, ParallelStrategy, TrainEngineConfig
+from ..api.configs import ParallelStrategy, TrainEngineConfig
 from ..data.batches import Batch
 from ..launching import device_of, start
 from ..megatron_cpu import cpu_megatron, hush
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ...converter.loading import Loaded
     from ...converter.mesh import Mesh
     from ..api.base import LossFn, LossWeightFn
-    from ..api.metas import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
+    from ..api.metas import FinetuneSpec, SaveLoadMeta
     from ..megatron_model import MegatronConfig
 
 BACKEND = "megatron"
@@ -113,26 +113,26 @@ class MegatronEngine(TrainEngine):
             raise ConfigError(f"addr: MegatronEngine has no server to talk to; {addr!r} was given.", hint="Pass None.")
         if self.groups is None:
             raise ConfigError("The engine has no process groups yet.", hint="Call create_process_group() first.")
-        config, core, place = self.config, _made(self.core), self.groups
+        config, core, place = self.config, made(self.core), self.groups
         engine = build.uses_engine(config, self.device)
         self._chunks = build.make_model(core, self._vocabulary, self.config.attn_impl, self.device, engine=engine)
         if config.use_lora:
             self.lora = lora.inject(self._chunks, config, core.core, place)
-        masters = None if config.init_from_scratch else self._read_weights(_made(self.checkpoint))
+        masters = None if config.init_from_scratch else self._read_weights(made(self.checkpoint))
         if self.lora is not None:
             self.lora.initialise(config.seed)
         trained = config.optimizer is not None
         self._wrapped = build.wrap(self._chunks, core.core, config) if trained else self._chunks
         if config.optimizer is not None:
             self.optimizer = optim.make(config, config.optimizer, self._wrapped)
-            self.schedule = _schedule(config.optimizer, ft_spec)
+            self.schedule = Schedule.of(config.optimizer, ft_spec.total_train_steps if ft_spec else None)
             if masters is not None:
                 optim.fill_masters(self.optimizer, masters)
         self._compute = self._make_compute()
         self.train(trained)
 
     def _make_compute(self) -> Compute:
-        config, core, place = self.config, _made(self.core).core, _made(self.groups)
+        config, core, place = self.config, made(self.core).core, made(self.groups)
         padded = build.padded_vocabulary(self._vocabulary, place.sizes.tp_size)
         steps = Steps(
             self._wrapped,
@@ -170,7 +170,7 @@ class MegatronEngine(TrainEngine):
     def model(self) -> list[nn.Module]:
         """This rank's chunks, one unless the pipeline is interleaved, without DDP. ConfigError before `initialize`."""
         if not self._chunks:
-            _made(None)
+            made(None)
         return self._chunks
 
     @property
@@ -180,15 +180,15 @@ class MegatronEngine(TrainEngine):
     @property
     def mesh(self) -> Mesh:
         """The layout of the weights, as the converter has it; `rank` is this rank's number on it."""
-        return stages(self.config.megatron, _made(self.groups).mesh(self.vpp))
+        return stages(self.config.megatron, made(self.groups).mesh(self.vpp))
 
     @property
     def rank(self) -> int:
-        return _made(self.groups).place(self.mesh)
+        return made(self.groups).place(self.mesh)
 
     @property
     def _vocabulary(self) -> int:
-        return int(_made(self.checkpoint).config["vocab_size"])
+        return int(made(self.checkpoint).config["vocab_size"])
 
     def train(self, mode: bool = True) -> MegatronEngine:
         for chunk in self._wrapped or self.model:
@@ -214,23 +214,23 @@ class MegatronEngine(TrainEngine):
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
-        return _made(self.groups).dp
+        return made(self.groups).dp
 
     @property
     def data_parallel_rank(self) -> int:
-        return _made(self.groups).dp.rank()
+        return made(self.groups).dp.rank()
 
     @property
     def data_parallel_world_size(self) -> int:
-        return _made(self.groups).dp.size()
+        return made(self.groups).dp.size()
 
     @property
     def context_and_model_parallel_group(self) -> dist.ProcessGroup:
-        return _made(self.groups).model
+        return made(self.groups).model
 
     @property
     def cpu_group(self) -> dist.ProcessGroup:
-        return _made(self.groups).cpu
+        return made(self.groups).cpu
 
     def current_data_parallel_head(self) -> int:
         return dist.get_global_rank(self.context_and_model_parallel_group, 0)
@@ -246,7 +246,7 @@ class MegatronEngine(TrainEngine):
     ) -> dict[str, float]:
         self._optimizer()
         self.optimizer_zero_grad()
-        compute = _made(self._compute)
+        compute = made(self._compute)
         parts = compute.split(input_)
         losses = compute.loss(parts, loss_fn, loss_weight_fn, forward_only=False)
         stats = self.optimizer_step()
@@ -257,7 +257,7 @@ class MegatronEngine(TrainEngine):
         self, input_: list[Batch] | Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn
     ) -> torch.Tensor | None:
         """The loss is on every rank, those of other stages too. Multi-token prediction has no part in it."""
-        compute = _made(self._compute)
+        compute = made(self._compute)
         return torch.tensor(compute.loss(compute.split(input_), loss_fn, loss_weight_fn, forward_only=True)["loss"])
 
     @_with_megatron
@@ -268,7 +268,7 @@ class MegatronEngine(TrainEngine):
         aggregate_fn: Callable[[list[torch.Tensor]], torch.Tensor] | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
         """Every rank has them, those of other stages too."""
-        compute = _made(self._compute)
+        compute = made(self._compute)
         rows = compute.logprobs(compute.split(input_), output_seqlens)
         return (aggregate_fn or torch.cat)(rows)
 
@@ -282,7 +282,7 @@ class MegatronEngine(TrainEngine):
         """As the base class has it, on the last stage. `logits` are this rank's columns and, under context parallelism,
         its tokens, padding included; `ctx` has `batch`, `rows` (see `batches.Rows`), and `steps`, whose
         `logprobs(logits, rows)` gives whole log-probabilities. Under enable_mtp it is for going forward only."""
-        compute = _made(self._compute)
+        compute = made(self._compute)
         if not forward_only:
             mtp.check_own_loss(self.config)
 
@@ -314,7 +314,7 @@ class MegatronEngine(TrainEngine):
     def lr(self) -> float:
         """The learning rate of the next step."""
         self._optimizer()
-        return _made(self.schedule).at(self.lr_step)
+        return made(self.schedule).at(self.lr_step)
 
     def _optimizer(self) -> Any:
         if self.optimizer is None:
@@ -339,7 +339,7 @@ class MegatronEngine(TrainEngine):
                 self.lora.save(meta, self.cpu_group)
                 return
             held = weights.state_dicts(self.model) if self.lora is None else self.lora.merged()
-            weights.save_hf(held, meta, _made(self.checkpoint), self.mesh, self.rank, self.cpu_group)
+            weights.save_hf(held, meta, made(self.checkpoint), self.mesh, self.rank, self.cpu_group)
             return
         from . import checkpoint
 
@@ -364,36 +364,3 @@ class MegatronEngine(TrainEngine):
         from . import checkpoint
 
         return checkpoint.state_of(self)
-
-    def connect_engine(self, engine: Any, meta: WeightUpdateMeta) -> None:
-        if meta.type != "disk":
-            raise ConfigError(f"type: weights go to inference servers by disk only, {meta.type} was asked for.")
-
-    def update_weights(self, meta: WeightUpdateMeta) -> None:
-        from ..api.metas import SaveLoadMeta
-
-        if meta.type != "disk" or meta.path is None:
-            raise ConfigError(
-                f"type: weights are updated by disk only, with a path; {meta.type} (path {meta.path}) was asked for.",
-                hint="WeightUpdateMeta.from_disk(…)",
-            )
-        merge = self.lora is not None and not meta.use_lora
-        self.save(SaveLoadMeta(meta.path, "hf", base_model_path=self.config.path, merge_adapters=merge))
-
-    def rollout_batch(self, data: list[dict[str, Any]], workflow: Any, *args: Any, **kwargs: Any) -> list[Batch]:
-        raise ConfigError("No inference engine is connected: there is nothing to generate with.")
-
-    def prepare_batch(self, dataloader: Iterable[Any], workflow: Any, *args: Any, **kwargs: Any) -> list[Batch]:
-        raise ConfigError("No inference engine is connected: there is nothing to generate with.")
-
-
-def _made(value: Any) -> Any:
-    if value is None:
-        raise ConfigError("The engine is not ready.", hint="Call create_process_group() and initialize() first.")
-    return value
-
-
-def _schedule(config: OptimizerConfig, ft_spec: FinetuneSpec | None) -> Schedule:
-    if ft_spec is None:
-        return Schedule("constant", config.lr, 1)
-    return Schedule.of(config, ft_spec.total_train_steps)
