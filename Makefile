@@ -1,6 +1,7 @@
 # make demo    the whole walk on a real model: HF → Megatron → FSDP2/DCP → Archon → HF, every hop verified
 # make test    all tests: the fast ones in parallel, then those that start processes of their own
 # make quick   the fast ones only
+# make test-vllm   weight sync into real vLLM servers on this CPU, in an environment of their own (3 GB, ten minutes)
 # make lint types bench clean
 #
 # PYTHON=python3.12 make …   takes another interpreter (3.11 or newer)
@@ -20,7 +21,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 # A marker that no test carries yet is no failure (pytest leaves with 5), and neither is a suite without slow tests.
 PYTEST = sh -c '$(PY) -m pytest "$$@" $(PYTEST_ARGS) || [ $$? -eq 5 ]' pytest
 
-.PHONY: all demo test quick lint types format bench clean venv
+.PHONY: all demo test test-vllm quick lint types format bench clean venv browser
 .DELETE_ON_ERROR:
 
 all: lint types test
@@ -42,8 +43,17 @@ $(MODEL_READY): $(READY)
 demo: $(MODEL_READY)
 	PYTHON=$(PY) BUILD=$(BUILD) sh tools/demo.sh
 
-test: quick
+test: browser quick
 	$(PYTEST) -m 'multiprocess or slow'
+
+# The status page of the server is tested in a real browser. Who is not root installs chromium, or goes without.
+browser:
+	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && apt-get update -qq >/dev/null && \
+		apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
+		echo 'No chromium: the status page is not tested in a browser.' >&2
+
+test-vllm: $(READY)
+	PYTHON=$(PYTHON) PY=$(PY) BUILD=$(BUILD) sh tools/test_vllm.sh
 
 quick: $(READY)
 	$(PYTEST) -n $(JOBS) --dist worksteal -m 'not multiprocess and not slow'

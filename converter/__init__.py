@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         ConfigError,
         ConvertError,
         CorruptFile,
+        InDoubt,
+        LeaseHeld,
         MeshError,
         NoAccess,
         NotACheckpoint,
@@ -31,7 +33,11 @@ if TYPE_CHECKING:
         RankError,
         RemoteChanged,
         RemoteError,
+        ServerRefused,
+        ServerUnreachable,
         SourceError,
+        SyncAborted,
+        SyncError,
         TargetError,
         UnknownFamily,
         Unreachable,
@@ -46,6 +52,7 @@ if TYPE_CHECKING:
     from .loading import Loaded
     from .mesh import Mesh
     from .opening import open_checkpoint
+    from .sync.hub import WeightSync
     from .target import Options
     from .verify import Comparison, verify
 
@@ -58,7 +65,9 @@ __all__ = [
     "Difference",
     "Explanation",
     "Exported",
+    "InDoubt",
     "Inspection",
+    "LeaseHeld",
     "Limits",
     "Loaded",
     "Mesh",
@@ -75,12 +84,17 @@ __all__ = [
     "RemoteChanged",
     "RemoteError",
     "Result",
+    "ServerRefused",
+    "ServerUnreachable",
     "SourceError",
+    "SyncAborted",
+    "SyncError",
     "TargetError",
     "UnknownFamily",
     "Unreachable",
     "UnsafePickle",
     "VerifyError",
+    "WeightSync",
     "convert",
     "diff",
     "explain",
@@ -105,6 +119,7 @@ _HOMES = {
     "loading": ("Loaded",),
     "mesh": ("Mesh",),
     "opening": ("open_checkpoint",),
+    "sync.hub": ("WeightSync",),
     "target": ("Options",),
     "verify": ("Comparison", "verify"),
 }

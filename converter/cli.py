@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import click
 
-from . import cli_hub
+from . import cli_hub, cli_serve, cli_sync
 from . import cli_options as given
 from .errors import ConvertError, TargetError, VerifyError
 
@@ -351,6 +351,8 @@ def explain(source: str | Path, name: str, limit: int, as_json: bool, **values: 
 
 cli.add_command(cli_hub.pull)
 cli.add_command(cli_hub.push)
+cli.add_command(cli_serve.serve)
+cli.add_command(cli_sync.sync)
 
 
 FORMATS = {

@@ -15,7 +15,14 @@
     ├── PlanError                   source and target do not fit together, element for element
     ├── TargetError                 the target exists, is full, or cannot be written
     ├── VerifyError                 bytes that were written read back differently
-    └── RankError                   another rank of the same job failed, or has something else
+    ├── RankError                   another rank of the same job failed, or has something else
+    └── SyncError                   new weights did not get to a running server
+        ├── ServerUnreachable       it does not answer, or not in time
+        ├── ServerRefused           it answers that it will not: see `code`
+        │   └── LeaseHeld           another hub is pushing to it
+        ├── ChannelError            the connection that buckets travel on broke, or was aborted
+        ├── SyncAborted             a push was called off; every server answers with its old weights
+        └── InDoubt                 decided and journalled, but not confirmed by every server yet
 
 Every message names what it is about (tensor, file, rank or field), what was expected, what was found, and
 what to do. An error that several things caused carries all of them in `problems`.
@@ -24,7 +31,7 @@ what to do. An error that several things caused carries all of them in `problems
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _LONG_WORD = re.compile(r"\S{400,}")
@@ -134,6 +141,52 @@ class VerifyError(ConvertError):
 
 class RankError(ConvertError):
     """Another rank of the same job failed, or was given something else than this one."""
+
+
+class SyncError(ConvertError):
+    """New weights did not get to a running server."""
+
+
+class ServerUnreachable(SyncError):
+    """A server does not answer, or not in time; what it did with the request is not known."""
+
+
+class ServerRefused(SyncError):
+    """A server (or the hub in its name) will not do what was asked, and nothing changed there.
+
+    code       a word for programs: `stale_epoch`, `mismatch`, `memory`, `old_version`, …
+    retryable  whether the same request may succeed later
+    facts      other fields of the server's answer
+    """
+
+    def __init__(
+        self,
+        code: str,
+        what: str,
+        problems: Iterable[Problem] = (),
+        hint: str = "",
+        *,
+        retryable: bool = False,
+        facts: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(what, problems, hint)
+        self.code, self.retryable, self.facts = code, retryable, dict(facts or {})
+
+
+class LeaseHeld(ServerRefused):
+    """Another hub is pushing to this server."""
+
+
+class ChannelError(SyncError):
+    """The connection that a sender's buckets travel on broke, was aborted, or timed out. It is never used again."""
+
+
+class SyncAborted(SyncError):
+    """A push was called off before it was decided: every server goes on answering with its old weights."""
+
+
+class InDoubt(SyncError):
+    """A push was decided and journalled, and some server has not confirmed it yet: it is completed later."""
 
 
 @dataclass(slots=True)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-IO_ROOMS = {"rawio", "workdir", "formats", "remote"}
-"""Where files are opened and mapped (`open`, `os.open`, `mmap`): tensor bytes, the unfinished target, the formats, and
-what of a place elsewhere is kept on this machine."""
+IO_ROOMS = {"rawio", "workdir", "formats", "remote", "sync"}
+"""Where files are opened and mapped (`open`, `os.open`, `mmap`): tensor bytes, the unfinished target, the formats, what
+of a place elsewhere is kept on this machine, and a hub's journal and shared memory."""
 
 SMALL_FILES = {"carried", "cli", "convert", "drawing", "live", "manifest", "sidefiles"}
 """Where small files are read or written whole, besides."""
@@ -111,6 +111,12 @@ def test_what_the_converter_needs_of_others() -> None:
             allowed |= {"torch"}
         if room(path) == "remote":
             allowed |= {"huggingface_hub", "fsspec", "botocore"}
+        if room(path) == "sync":  # a running server's memory, process groups, HTTP
+            allowed |= {"torch", "requests", "fastapi", "anyio", "starlette"}
+        if path.is_relative_to(ROOT / "converter/sync/server"):
+            allowed |= {"transformers", "uvicorn", "prometheus_client", "pydantic"}
+        if path.name == "vllm_gloo.py":  # runs inside vLLM's workers
+            allowed |= {"vllm"}
         if path.name == "bridge.py":  # Megatron-Bridge's run_config.yaml
             allowed |= {"yaml"}
         found[path] = foreign(path) - allowed
@@ -131,14 +137,17 @@ def test_whatever_the_package_imports_is_declared() -> None:
         "huggingface_hub": "huggingface-hub",
         "botocore": "s3fs",  # which brings it
         "torch_memory_saver": "torch-memory-saver",
+        "prometheus_client": "prometheus-client",
+        **dict.fromkeys(("anyio", "pydantic", "starlette"), "fastapi"),  # which brings them
     }
     found = {p: {named.get(x, x) for x in foreign(p)} - declared for p in files("mappings", "converter", "engines")}
+    found[ROOT / "converter/sync/dialects/vllm_gloo.py"] -= {"vllm"}  # of whoever runs it
     assert strays(found) == {}
 
 
 def test_the_command_line_stands_on_top() -> None:
     found = {
-        path: {name for name in imports(tree(path)) if name.lstrip(".").startswith("cli")}
+        path: {name for name in imports(tree(path)) if re.match(r"\.*cli(_|$)", name)}
         for path in files("converter")
         if not room(path).startswith("cli")
     }
@@ -154,19 +163,22 @@ def test_megatron_is_imported_in_its_engine_only() -> None:
     assert strays(found) == {}
 
 
-def test_process_groups_are_the_engines() -> None:
+def test_process_groups_are_the_engines_and_the_syncs() -> None:
     found = {}
     for path in files("mappings", "converter"):
+        if room(path) == "sync":
+            continue
         named = {ast.unparse(node) for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
         found[path] = {x for x in named | set(imports(tree(path))) if x.startswith("torch.distributed")}
     assert strays(found) == {}
 
 
 def test_the_engines_api_is_plain() -> None:
-    """Configurations and checks: nothing foreign as they are imported, and no engine at any time."""
+    """Configurations and checks: nothing foreign as they are imported, and no engine at any time (the base class hands
+    `connect_engine` on to `syncing`)."""
     found = {}
     for path in files("engines/api"):
-        above = {name for name in imports(tree(path)) if name.startswith("..") and name != "...converter.errors"}
+        above = {name for name in imports(tree(path)) if name.startswith("..")} - {"...converter.errors", "..syncing"}
         found[path] = foreign(path, late=False) | (foreign(path) - {"omegaconf", "torch", "yaml"}) | above
     assert strays(found) == {}
 
