@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .api.reading import dump_config, read_config
     from .api.run import RunConfig
     from .archon.dims import ArchonParallelDims
+    from .archon.engine import ArchonEngine
     from .fsdp.engine import FSDPEngine
     from .megatron.engine import MegatronEngine
 
@@ -55,12 +56,14 @@ _HOMES = {
     "api.reading": ("dump_config", "read_config"),
     "api.run": ("RunConfig",),
     "archon.dims": ("ArchonParallelDims",),
+    "archon.engine": ("ArchonEngine",),
     "fsdp.engine": ("FSDPEngine",),
     "megatron.engine": ("MegatronEngine",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "ArchonEngine",
     "ArchonEngineConfig",
     "ArchonFP8Config",
     "ArchonParallelDims",

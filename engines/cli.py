@@ -134,14 +134,50 @@ def _report(prepared: Prepared, backend: str, ranks: int, sizes: str) -> dict[st
     return report
 
 
-@click.command(short_help="Draw the loss and the MFU of runs.")
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="PNG, SVG or PDF; default: RUN/plot.png.")
-def plot(runs: tuple[Path, ...], out: Path | None) -> None:
+@click.command(short_help="Draw the loss and the MFU of runs, or a pipeline schedule.")
+@click.argument("runs", nargs=-1, metavar="[RUN]...", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), metavar="FILE", help="PNG, SVG or PDF; default: plot.png."
+)
+@click.option("--schedule", metavar="NAME|CSV", help="Draw this pipeline schedule: 1f1b, dual_pipe_v, …, or a file.")
+@click.option("--pp", type=click.IntRange(min=2), metavar="N", help="Ranks of its pipeline.")
+@click.option("--micro", type=click.IntRange(min=1), metavar="M", help="Its micro-batches; default: twice the ranks.")
+@click.option("--layers", type=click.IntRange(min=1), metavar="L", help="Layers of the model, to check that they go.")
+@click.option(
+    "--measured", type=click.Path(path_type=Path), metavar="FILE", help="A run's profile/pipeline.json, drawn below."
+)
+def plot(
+    runs: tuple[Path, ...],
+    out: Path | None,
+    schedule: str | None,
+    pp: int | None,
+    micro: int | None,
+    layers: int | None,
+    measured: Path | None,
+) -> None:
     """Draw loss and MFU (tokens/s where there is no MFU) by step. RUN is a run's directory, or its metrics.jsonl.
 
     Places where a run was resumed are marked, with the engine's name where it changed.
+
+    With --schedule (or --measured) the picture is a pipeline's: what every rank does when, ideally, and as a run
+    measured it. The share of bubbles is printed.
     """
+    if schedule or measured:
+        if runs:
+            raise ConfigError("RUN and --schedule are two pictures.", hint="Draw one after the other.")
+        from .archon.charts import chart_of, draw_chart
+
+        chart = chart_of(schedule, pp, micro, layers, measured)
+        for line in chart.lines():
+            click.echo(line)
+        click.echo(str(draw_chart(chart, out or Path(f"{Path(chart.schedule).stem}.png"))))
+        return
+    lost = [f"--{name}" for name, value in (("pp", pp), ("micro", micro), ("layers", layers)) if value is not None]
+    if lost or not runs:
+        raise ConfigError(
+            f"{lost[0]} belongs to --schedule." if lost else "There is nothing to draw.",
+            hint="areal-convert plot RUN, or areal-convert plot --schedule 1f1b --pp 4",
+        )
     from .plotting import draw
 
     first = runs[0] if runs[0].is_dir() else runs[0].parent

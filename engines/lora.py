@@ -129,7 +129,7 @@ def inject(model: nn.Module, config: TrainEngineConfig, dtype: torch.dtype) -> L
 
     Raises ConfigError naming every target that is no linear layer of the model.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import LoraConfig
 
     targets, layers = _targets(model, config.target_modules)
     peft = LoraConfig(
@@ -139,18 +139,26 @@ def inject(model: nn.Module, config: TrainEngineConfig, dtype: torch.dtype) -> L
         task_type="CAUSAL_LM",
         base_model_name_or_path=config.path,
     )
-    with torch.device("meta"):
-        inject_adapter_in_model(peft, model, _ADAPTER)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name))
-        if is_adapter(name):
-            parameter.data = parameter.data.to(dtype)
+    inject_into(model, peft, dtype)
     lora = Lora(model, peft)
     found = {name for name, _ in lora.layers()}
     if found != layers:
         odd = ", ".join(sorted(found ^ layers)[:4])
         raise ConfigError(f"PEFT gives adapters to other layers than target_modules names: {odd}.")
     return lora
+
+
+def inject_into(model: nn.Module, peft: Any, dtype: torch.dtype) -> None:
+    """Adapters of `dtype` as PEFT's config says (None: none here), and everything else frozen."""
+    from peft import inject_adapter_in_model
+
+    if peft is not None:
+        with torch.device("meta"):
+            inject_adapter_in_model(peft, model, _ADAPTER)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+        if is_adapter(name):
+            parameter.data = parameter.data.to(dtype)
 
 
 def base_dtype(checkpoint: Checkpoint, otherwise: torch.dtype) -> torch.dtype:

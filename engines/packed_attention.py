@@ -41,6 +41,7 @@ class Packing:
     impl        sdpa, eager, flex_attention or flash_attention_2/3
     group       the ranks that have slices of the tokens; None: all tokens are here
     stream      this rank's among those that share the batch, for dropout; None: no rank shares it
+    real        (tokens of this rank's slice,) which are no padding; None: all
     """
 
     bounds: list[int]
@@ -48,6 +49,7 @@ class Packing:
     impl: str
     group: dist.ProcessGroup | None = None
     stream: int | None = None
+    real: Tensor | None = None
     cached: dict[Any, Any] = field(default_factory=dict)
 
     @property

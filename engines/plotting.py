@@ -9,7 +9,7 @@ from typing import Any
 from ..converter.errors import ConfigError, ConvertError, SourceError
 from .tracking import read_lines
 
-__all__ = ["draw", "read_run"]
+__all__ = ["draw", "drawing", "read_run", "written"]
 
 Run = dict[str, list[dict[str, Any]]]
 
@@ -41,13 +41,7 @@ def read_run(path: Path) -> Run:
 
 def draw(runs: Sequence[Path], out: Path) -> Path:
     """Write the picture; its suffix says as what. Raises SourceError, ConfigError and ConvertError."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError("matplotlib is not installed.", hint='pip install "areal-convert[train]"') from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = drawing()
     found = [(_name(path), read_run(path)) for path in runs]
     share = all("mfu" in line for _, run in found for line in run["train"])
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(2, 1), layout="tight")
@@ -61,6 +55,25 @@ def draw(runs: Sequence[Path], out: Path) -> Path:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     above.legend(frameon=False)
+    return written(figure, out)
+
+
+def drawing() -> Any:
+    """matplotlib's pyplot, without a window. Raises ConfigError where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError("matplotlib is not installed.", hint='pip install "areal-convert[train]"') from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def written(figure: Any, out: Path) -> Path:
+    """The file of a figure, which is closed. Raises ConvertError when it cannot be written."""
+    from matplotlib import pyplot
+
     try:
         figure.savefig(out, dpi=120)
     except (OSError, ValueError) as error:

@@ -57,6 +57,9 @@ def _tools(engine: TrainEngine) -> tuple[Any, type[Saver], Any]:
     return checkpoint.state_of, checkpoint.MegatronSaver, checkpoint.load_state
 
 
+_WRITERS = {"archon": "process"}
+"""What writes states behind training's back where nothing is configured and it is not a thread."""
+
 _OF_THE_CALL = ("dir", "resume", "log", "save", "profile", "timeout")
 """Fields that say nothing about what is computed."""
 
@@ -87,7 +90,12 @@ class RunStates:
         timeout = timedelta(seconds=config.timeout)
         self._describe, make_saver, self._load = _tools(engine)
         asynchronous = save.async_save or (engine.backend == "megatron" and config.engine.megatron.async_save)
-        self.saver = make_saver(asynchronous=asynchronous, keep_latest_k=save.keep_latest_k or None, timeout=timeout)
+        if engine.backend == "megatron" and save.async_in == "thread":
+            raise ConfigError("save.async_in: Megatron-Core writes from processes.", hint="save.async_in=null")
+        process = engine.backend != "megatron" and (save.async_in or _WRITERS.get(engine.backend)) == "process"
+        self.saver = make_saver(
+            asynchronous=asynchronous, process=process, keep_latest_k=save.keep_latest_k or None, timeout=timeout
+        )
         self.notes: list[str] = []
 
     def save(self, step: int, trainer: Mapping[str, Any]) -> Path:

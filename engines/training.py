@@ -48,6 +48,7 @@ __all__ = ["Prepared", "check_engine", "make_engine", "prepare", "train"]
 ENGINES = {
     "fsdp": (".fsdp.engine", "FSDPEngine"),
     "megatron": (".megatron.engine", "MegatronEngine"),
+    "archon": (".archon.engine", "ArchonEngine"),
 }
 """Backend → where its engine is, from this package."""
 
@@ -167,7 +168,7 @@ def _train(prepared: Prepared, engine: TrainEngine, watchdog: Watchdog, until: i
         states=states,
         trackers=trackers,
         meter=meter,
-        profiler=_profiler(config, folder, rank),
+        profiler=_profiler(config, engine, folder, rank),
         watchdog=watchdog,
         prepare=Completion(engine, config.loss) if config.loss.kind != "sft" else None,
         reduce=reducer(engine),
@@ -344,12 +345,17 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _profiler(config: RunConfig, folder: Path, rank: int) -> ProfilerWindow | None:
+def _profiler(config: RunConfig, engine: TrainEngine, folder: Path, rank: int) -> ProfilerWindow | None:
     """`profile.start` counts from 0, as positions do; the window from 1, as the log does."""
-    start = config.profile.start
-    if start is None:
+    wanted, path = config.profile, folder / "profile"
+    if wanted.start is None:
         return None
-    return ProfilerWindow(folder / "profile", start + 1, start + config.profile.steps, rank, config.profile.memory)
+    pipeline = None
+    if getattr(engine, "pipeline", None) is not None:
+        from .archon.timing import PipelineWindow
+
+        pipeline = PipelineWindow(engine, path / "pipeline.json")
+    return ProfilerWindow(path, wanted.start + 1, wanted.start + wanted.steps, rank, wanted.memory, pipeline)
 
 
 def _export(prepared: Prepared, engine: TrainEngine, folder: Path, trackers: Trackers) -> None:

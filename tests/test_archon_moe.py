@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from areal_convert.engines.archon import moe as module
 from areal_convert.engines.archon.args import MoeArgs
-from areal_convert.engines.archon.moe import Experts, MoE, Router, _Permute, _Spread, update_expert_biases
+from areal_convert.engines.archon.moe import Experts, MoE, Permute, Router, _Spread, update_expert_biases
 
 
 def made(args: MoeArgs, hidden: int = 8, seed: int = 0) -> MoE:
@@ -54,8 +54,8 @@ def test_gradients_go_back_to_each_row() -> None:
     x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda t: _Spread.apply(t, order, inverse, 2), (x,))
     rows = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda t: _Permute.apply(t, inverse, order), (rows,))
-    assert torch.equal(_Permute.apply(_Spread.apply(x, order, inverse, 2), inverse, order), x.repeat_interleave(2, 0))
+    assert torch.autograd.gradcheck(lambda t: Permute.apply(t, inverse, order), (rows,))
+    assert torch.equal(Permute.apply(_Spread.apply(x, order, inverse, 2), inverse, order), x.repeat_interleave(2, 0))
 
 
 def test_the_grouped_product_is_the_loop() -> None:
@@ -68,7 +68,7 @@ def test_the_grouped_product_is_the_loop() -> None:
     rows, counts = torch.randn(40, 16).bfloat16().requires_grad_(), torch.tensor([13, 0, 20, 7])
     pull = torch.randn(40, 16).bfloat16()
     results = []
-    for run in (module._grouped, module._one_by_one):
+    for run in (module._grouped, module.one_by_one):
         experts.zero_grad()
         rows.grad = None
         out = run(rows, counts, experts.w1, experts.w3, experts.w2)
@@ -87,12 +87,12 @@ def test_bf16_layers_take_the_grouped_product_and_fp32_ones_the_loop(monkeypatch
         run = getattr(module, name)
         return lambda *given: (taken.append(name), run(*given))[1]
 
-    for name in ("_grouped", "_one_by_one"):
+    for name in ("_grouped", "one_by_one"):
         monkeypatch.setattr(module, name, watched(name))
     layer = made(MoeArgs(experts=2, top_k=1, width=8))
     layer(torch.randn(1, 5, 8))
     layer.bfloat16()(torch.randn(1, 5, 8).bfloat16())
-    assert taken == ["_one_by_one", "_grouped"]
+    assert taken == ["one_by_one", "_grouped"]
 
 
 def test_the_bias_moves_the_choice_and_not_the_weights() -> None:

@@ -166,6 +166,7 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("0F0,0B0\n\n", ["rank 1: has nothing to do"]),
     ("0B0,0F0\n1F0,1B0\n", ["rank 0: waits for ever before 0B0", "rank 1: waits for ever before 1F0"]),
     ("0F0,0W0,0I0\n1F0,1B0\n", ["rank 0: waits for ever before 0W0"]),
+    ("0F1,0F0,0B1,0B0\n1F1,1B1,1F0,1B0\n", ["stage 1: the last one, takes the micro-batches in the order 1, 0"]),
     ("", ["has 0 lines"]),
 ]
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from areal_convert.converter import ConfigError
+from areal_convert.engines.api.backends import SCHEDULES
 from areal_convert.engines.api.checks import TP_FAMILIES, check, sequence_divisor
 from areal_convert.engines.api.configs import ParallelStrategy, TrainEngineConfig
 from areal_convert.engines.api.fields import build
@@ -144,7 +145,6 @@ def test_another_engine_than_the_configured() -> None:
         ("archon", {"megatron": {"virtual_pipeline_parallel_size": 2}}, sized(), "archon has no chunks of layers"),
         ("archon", {"megatron": {"use_fp8": True}}, sized(), "FP8 was asked of megatron"),
         ("fsdp", {"use_kernels": True}, sized(), "use_kernels: kernels from the Hub: no backend here has it"),
-        ("fsdp", {"enable_delta_weight_update": True}, sized(), "enable_delta_weight_update: "),
         ("fsdp", {"fsdp": {"shard_vision_across_sp": True}}, sized(), "fsdp.shard_vision_across_sp: "),
         ("fsdp", {"dtype": "fp16", "optimizer": {}}, sized(), "dtype: float16: fsdp does not scale losses"),
         ("megatron", {"enable_tree_training": True}, sized(), "enable_tree_training: "),
@@ -219,9 +219,21 @@ def test_families_without_a_plan() -> None:
 
 
 def test_the_families_are_those_that_have_a_plan() -> None:
+    from areal_convert.engines.archon.specs import SPECS
     from areal_convert.engines.fsdp.tp_plans import PLANS
 
     assert set(TP_FAMILIES["fsdp"]) == set(PLANS)
+    assert set(TP_FAMILIES["archon"]) == set(SPECS)
+    found = refused("archon", {}, {**QWEN3, "model_type": "gpt2"}, sized())
+    assert "model_type: archon has no model 'gpt2' (those with one: llama, " in found
+
+
+def test_latent_attention_has_no_groups_of_heads() -> None:
+    latent = {**QWEN3, "model_type": "deepseek_v3", "kv_lora_rank": 8}
+    assert "num_key_value_heads" not in refused("archon", {}, latent, sized(tp=8))
+    passes("archon", {"archon": {"attn_type": "sdpa"}}, latent, sized(tp=8))
+    passes("archon", {"attn_impl": "flex_attention"}, latent, sized(tp=8))
+    assert "latent attention has values of another width than keys" in refused("archon", {}, latent, sized())
 
 
 def test_experts_divide() -> None:
@@ -261,12 +273,14 @@ def test_layers_go_round() -> None:
     [
         ({"pp_schedule": "dual_pipe_v"}, 8, "dual_pipe_v makes 16 stages of 8 ranks, and num_hidden_layers=8"),
         ({"pp_schedule": "1f1b"}, 16, "1f1b makes 16 stages of 16 ranks"),
+        ({"pp_schedule": "1f1b", "pp_last_stage_less_layers": 10}, 2, "1f1b makes 2 stages of 2 ranks, and num_hid"),
         ({"pp_schedule": "zbv_zero_bubble", "pp_layers_per_stage": 5}, 2, "5 gives 2 stages, zbv_zero_bubble needs 4"),
         ({"pp_schedule": "1f1b", "pp_layers_per_stage": 2}, 2, "2 gives 5 stages, 1f1b needs 2"),
         ({"pp_layers_per_stage": 4}, 2, "4 gives 3 stages, interleaved_1f1b needs a multiple of 2"),
         ({"pp_schedule": "interleaved_zero_bubble", "enable_compile": True}, 2, "torch.compile cannot cut"),
         ({"pp_schedule": "dual_pipe_v", "enable_compile": True}, 2, "torch.compile cannot cut"),
-        ({"attn_type": "tree"}, 2, "tree attention runs without"),
+        ({"pp_schedule": "dual_pipe_v", "reshard_after_forward_policy": "always"}, 2, "FSDP would lose the gradients"),
+        ({"attn_type": "tree"}, 1, "archon.attn_type: tree: training on trees of sequences: no backend here has it"),
     ],
 )
 def test_schedules_and_stages(archon: dict[str, Any], pp: int, says: str) -> None:
@@ -278,10 +292,32 @@ def test_schedules_that_fit(name: str) -> None:
     passes("archon", {"archon": {"pp_schedule": name}}, QWEN3, sized(pp=2))
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("layers", range(1, 8))
+def test_stages_are_refused_as_the_planner_refuses_them(name: str, layers: int) -> None:
+    from areal_convert.engines.archon.schedules import plan_pipeline
+
+    for pp in (2, 3):
+        for first, last in ((1, 1), (0, 2), (3, 0)):
+            ends = {"pp_first_stage_less_layers": first, "pp_last_stage_less_layers": last}
+            try:
+                plan_pipeline(name, pp, layers, first_less=first, last_less=last)
+                fits = True
+            except ConfigError:
+                fits = False
+            model = {**QWEN3, "num_hidden_layers": layers}
+            arguments = ("archon", {"archon": {"pp_schedule": name, **ends}}, model, sized(pp=pp))
+            if fits:
+                passes(*arguments)
+            else:
+                assert "stages of" in refused(*arguments)
+
+
 def test_micro_batches_are_cut_evenly() -> None:
     assert sequence_divisor("fsdp", sized(tp=2, cp=4)) == 8
     assert sequence_divisor("megatron", sized(tp=2, cp=4)) == 16
     assert sequence_divisor("megatron", sized(tp=2)) == 2
+    assert sequence_divisor("archon", sized(tp=2, cp=4)) == 8
     padded = {"pad_to_maximum": True, "mb_spec": {"max_tokens_per_mb": 1001}}
     found = refused("fsdp", padded, QWEN3, sized(tp=2, cp=2))
     assert "mb_spec.max_tokens_per_mb: 1001, and tp2·cp2 cut micro-batches into 4 even parts (a multiple of 4)" in found
@@ -340,3 +376,25 @@ def test_experts_that_contradict_the_ranks_do_not_hide_the_rest() -> None:
 
 def test_a_configuration_that_says_nothing_about_the_model_is_not_refused() -> None:
     passes("fsdp", {}, {}, sized(dp=2, tp=3, cp=5))
+
+
+# ------------------------------------------------------------------------------------------------ archon
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"archon": {"ac_mode": "memory_budget"}}, "archon.ac_mode: memory_budget is the compiler's choice"),
+        ({"archon": {"selective_ac_option": "every"}}, "archon.selective_ac_option: 'every', expected op"),
+        ({"archon": {"ac_debug": True}}, "archon.ac_debug: torch records nothing"),
+    ],
+)
+def test_recomputation_that_cannot_be(config: dict[str, Any], says: str) -> None:
+    assert says in refused("archon", {"gradient_checkpointing": True, **config}, QWEN3, sized())
+    passes("archon", config, QWEN3, sized())  # without recomputation nobody reads it
+
+
+def test_archons_adapters_and_fp8() -> None:
+    lora = {"use_lora": True, "archon": {"fp8_config": {"mode": "blockwise"}}}
+    assert "use_lora: products in FP8 take no adapters" in refused("archon", lora, QWEN3, sized(), device="cuda")
+    passes("archon", {"use_lora": True}, QWEN3, sized(pp=2))

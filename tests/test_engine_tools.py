@@ -48,6 +48,20 @@ def test_loading_is_measured_for_both_sides(engine: str, tmp_path: Path) -> None
     assert found[0]["held_bytes"] == pytest.approx(found[1]["held_bytes"], rel=0.02), "both end with the same shards"
 
 
+def test_archon_is_measured_beside_fsdp(tmp_path: Path) -> None:
+    found = figures(f"bench_engines.py steps --engine archon --beside fsdp {TINY} --tokens 128", tmp_path / "x.json")
+    assert [f["side"] for f in found] == ["transformers", "archon", "fsdp"] * 2
+    assert all(f["tokens_per_second"] > 0 and f["loss"] > 0 for f in found)
+
+
+def test_bubbles_are_measured_beside_their_theory(tmp_path: Path) -> None:
+    options = "--pp 2 --micro 4 --rounds 1 --pace 0.01 --schedules gpipe dual_pipe_v"
+    found = figures(f"bench_engines.py bubbles {options} --pictures {tmp_path}", tmp_path / "x.json")
+    assert [f["ideal"] for f in found] == pytest.approx([0.2, 0.04])
+    assert all(f["measured"] > 0.8 * f["ideal"] for f in found), "ranks cannot wait less than they must"
+    assert {path.name for path in tmp_path.glob("*.svg")} == {"pp2-gpipe.svg", "pp2-dual_pipe_v.svg"}
+
+
 def test_the_gpu_check_runs_dry(tmp_path: Path) -> None:
     found = figures("gpu_check.py --dry-run --length 32 --sequences 2 --steps 1", tmp_path / "x.json")
     (sdpa,) = found
@@ -64,6 +78,15 @@ def test_the_gpu_check_runs_dry_with_megatron_and_says_why_there_is_no_fp8(tmp_p
     assert ours["loss"] == pytest.approx(by_hand["loss"], rel=1e-3)
     assert ours["loss"] == pytest.approx(fsdp["loss"], rel=2e-2)
     assert "needs a GPU" in fp8["skipped"]
+
+
+@pytest.mark.slow  # it compiles
+def test_the_gpu_check_runs_dry_with_archon(tmp_path: Path) -> None:
+    options = "--dry-run --engine archon --length 32 --sequences 2 --steps 1"
+    (found,) = figures(f"gpu_check.py {options}", tmp_path / "x.json")
+    assert [speed["side"] for speed in found["speed"]] == ["archon-compiled", "transformers", "archon", "fsdp"]
+    losses = [speed["loss"] for speed in found["speed"]]
+    assert losses == pytest.approx([losses[1]] * 4, rel=2e-2)
 
 
 def test_without_a_gpu_the_check_is_skipped_and_says_so() -> None:

@@ -225,7 +225,7 @@ def test_calls_that_make_no_sense_are_refused() -> None:
     assert "localhost:1" in addr
     assert "no token" in nothing
     assert "optimizer" in evaluates
-    assert "disk" in xccl
+    assert "connect_engine" in xccl
     assert left == "False", "the group that the engine made is gone with it"
 
 
@@ -234,10 +234,11 @@ def uncovered(path: str) -> str:
     from torch.distributed.device_mesh import init_device_mesh
 
     from areal_convert.engines.fsdp import model as ours
-    from areal_convert.engines.fsdp.tensor_parallel import TensorParallel, parallelize
     from areal_convert.engines.fsdp.tp_plans import plan_for
+    from areal_convert.engines.tensor_parallel import TensorParallel, parallelize
+    from areal_convert.engines.weights import open_model
 
-    config = ours.parse_config(ours.open_model(path).config)
+    config = ours.parse_config(open_model(path).config)
     model: Any = ours.build(config, torch.float32)
     model.model.layers[1].mlp.extra = nn.Linear(4, 4, device="meta")
     tp = TensorParallel(init_device_mesh("cpu", (dist.get_world_size(),)))

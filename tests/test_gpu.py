@@ -1,4 +1,4 @@
-"""FSDPEngine and MegatronEngine on one GPU: the losses of plain transformers on the CPU, and what only a GPU can do.
+"""Each engine on one GPU: the losses of plain transformers on the CPU, and what only a GPU can do.
 
 `tools/gpu_check.sh` runs these, and measures speed.
 """
@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import archon_jobs
 import engine_jobs
 import megatron_jobs
 import models
@@ -82,6 +83,71 @@ def test_offload_empties_the_gpu_and_onload_brings_back_every_bit() -> None:
     engine.onload()
     assert engine_jobs.digest(engine.model) == before
     engine.destroy()
+
+
+# ------------------------------------------------------------------------------------------------ ArchonEngine
+
+
+def train_archon(path: str, steps: int = STEPS, **changes: Any) -> tuple[list[dict[str, Any]], Any]:
+    from areal_convert.engines.losses import sft_loss, sft_weight
+
+    engine = archon_jobs.make_engine(archon_jobs.Case(path, **changes))
+    assert engine.device.type == "cuda"
+    return [engine.train_batch(batch_of(engine, step), sft_loss, sft_weight) for step in range(steps)], engine
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("archon", [{}, {"enable_compile": True}, {"offload_params": True}], ids=str)
+def test_archons_fp32_losses_are_the_cpus(family: str, archon: dict[str, Any]) -> None:
+    path = str(models.cached_model(family, layers=2))
+    (expected,) = engine_jobs.reference([path], STEPS)
+    results, engine = train_archon(path, archon=archon)
+    engine.destroy()
+    assert [r["loss"] for r in results] == pytest.approx(expected["losses"], rel=TOLERANCE)
+    assert [r["grad_norm"] for r in results] == pytest.approx(expected["norms"], rel=10 * TOLERANCE)
+
+
+def test_archons_attention_over_packed_rows_agrees_in_bf16() -> None:
+    path = str(models.cached_model("llama", layers=2, head_dim=16))
+    kinds = {"sdpa": "sdpa", "flex_attention": "varlen"}
+    kinds |= {"flash_attention_2": "varlen"} if find_spec("flash_attn") else {}
+    found = {}
+    for kernel, kind in kinds.items():
+        changes: dict[str, Any] = {"dtype": "bfloat16", "attn_impl": kernel}
+        results, engine = train_archon(path, 3, config=changes, archon={"attn_type": kind})
+        engine.destroy()
+        found[kernel] = [r["loss"] for r in results]
+    for kernel in found:
+        assert found[kernel] == pytest.approx(found["sdpa"], rel=BF16), kernel
+
+
+def test_archons_offload_empties_the_gpu_and_onload_brings_back_every_bit() -> None:
+    _, engine = train_archon(str(models.cached_model("llama", layers=2)), 2)
+    before, held = archon_jobs.digests(engine), torch.cuda.memory_allocated()
+    engine.offload()
+    assert torch.cuda.memory_allocated() < held / 4
+    engine.onload()
+    assert archon_jobs.digests(engine) == before
+    engine.destroy()
+
+
+def test_archon_trains_in_fp8_with_block_scales() -> None:
+    """Hopper; where it is not, refused with the reason, which is the reason to skip."""
+    from areal_convert.converter.errors import ConfigError
+
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+    path = str(models.cached_model("llama", layers=2, num_key_value_heads=2, **sizes))
+    found = {}
+    for mode in ("disabled", "blockwise"):
+        try:
+            results, engine = train_archon(path, config={"dtype": "bfloat16"}, archon={"fp8_config": {"mode": mode}})
+        except ConfigError as error:
+            pytest.skip(str(error))
+        engine.destroy()
+        found[mode] = [r["loss"] for r in results]
+    assert found["blockwise"] != found["disabled"], "nothing was computed in FP8"
+    assert found["blockwise"] == pytest.approx(found["disabled"], rel=5e-2)
+    assert found["blockwise"][-1] < found["blockwise"][0]
 
 
 # ------------------------------------------------------------------------------------------------ MegatronEngine

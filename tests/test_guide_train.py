@@ -15,7 +15,9 @@ from click.testing import CliRunner
 import models
 from areal_convert.converter.cli import cli
 from areal_convert.converter.remote.mounts import unmount_all
+from areal_convert.engines.archon.timing import write_timing
 from engine_worker import run_ranks
+from test_archon_plot import measured
 
 GUIDE = (Path(__file__).parents[1] / "docs" / "guides" / "train.md").read_text()
 ONE_RANK = ["engine.path=model", "engine.backend=fsdp", "engine.dtype=float32", "engine.optimizer.warmup_steps=0"]
@@ -61,7 +63,7 @@ def test_every_way_to_train_is_accepted(work: Path) -> None:
     found = [words for words in commands() if words[0] == "train"]
     assert len(found) >= 7
     for words in found:
-        if not any(f"{backend}:" in " ".join(words) for backend in ("fsdp", "megatron")):
+        if not any(f"{backend}:" in " ".join(words) for backend in ("fsdp", "megatron", "archon")):
             words = [*words, "engine.backend=fsdp"]
         assert "sizes: " in call(*words, "engine.path=model", "--dry-run")
 
@@ -74,9 +76,11 @@ def test_what_a_run_leaves_can_be_drawn_and_converted(work: Path) -> None:
     named = set(re.findall(r"`(\w+)`", next(line for line in GUIDE.splitlines() if "metrics.jsonl" in line)))
     lines = [json.loads(line) for line in (work / "runs" / "first" / "metrics.jsonl").read_text().splitlines()]
     assert len(named) > 6 and named - {"eval", "mfu"} <= {key for line in lines for key in line}
+    write_timing(work / "runs" / "first" / "profile" / "pipeline.json", measured("1f1b"))
     for words in commands():
         if words[0] in ("plot", "convert"):
             call(*(word.replace("step-000100", "step-000002") for word in words))
+    assert (work / "schedule.svg").is_file() and (work / "1f1b.png").is_file()
     assert (work / "runs" / "first" / "plot.png").is_file() and (work / "both.svg").is_file()
     assert models.tensors(work / "out").keys() == models.tensors(work / "runs" / "first" / "model").keys()
 

@@ -2,12 +2,14 @@
 """Measures the engines against what one writes without them: python tools/bench_engines.py --help
 
     steps   tokens/s of training steps on one rank: an engine, and the loop that one writes without it, fp32, the same
-            attention. Of fsdp that is transformers' model, cross-entropy, clip_grad_norm_ and torch's fused AdamW; of
-            megatron it is Megatron-Core driven by hand (`megatron_by_hand.py`: the same layers in its DDP, its
-            distributed optimizer, its schedule, its cross-entropy). Twice: on sequences of one length, which
+            attention. Of fsdp and archon that is transformers' model, cross-entropy, clip_grad_norm_ and torch's fused
+            AdamW; of megatron it is Megatron-Core driven by hand (`megatron_by_hand.py`: the same layers in its DDP,
+            its distributed optimizer, its schedule, its cross-entropy). Twice: on sequences of one length, which
             transformers takes as rows of a batch (the best that it can do), and on sequences of several lengths packed
             into one row with positions that restart, the same row for both. Both models live in one process and take
             turns, a few steps each, so that whatever else the machine does meets both; ratios are those of the medians.
+            `--beside` measures further engines in the same turns: archon beside fsdp, and compiled.
+    bubbles the share of a pipeline's time in which ranks wait, for every schedule, against theory: see `bubbles.py`.
     load    seconds and peak memory of every rank until the model is cut to N ranks (fsdp: sharded; megatron: tensor
             parallel): through the hub, where a rank reads its own boxes, and by `from_pretrained` on every rank,
             sharded by FSDP2 afterwards. Processes of their own for every measurement; what imports take is not counted.
@@ -129,6 +131,8 @@ def plain_megatron(path: Path, dtype: str, device: str, attention: str = "sdpa",
 BY_HAND: dict[str, tuple[str, Callable[..., Step]]] = {
     "fsdp": ("transformers", plain),
     "megatron": ("megatron-core", plain_megatron),
+    "archon": ("transformers", plain),
+    "archon-compiled": ("transformers", plain),
 }
 """What an engine is measured against."""
 
@@ -152,7 +156,24 @@ def megatron(path: Path, dtype: str, attention: str = "sdpa", **settings: Any) -
     return MegatronEngine(engine_config(path, dtype, attention, **settings))
 
 
-ENGINES: dict[str, Callable[..., Any]] = {"fsdp": fsdp, "megatron": megatron}
+def archon(path: Path, dtype: str, attention: str = "sdpa", *, compiled: bool = False, **settings: Any) -> Any:
+    from areal_convert.engines import ArchonEngine, ArchonEngineConfig
+
+    kind: Any = "sdpa" if attention == "sdpa" else "varlen"
+    own = ArchonEngineConfig(attn_type=kind, enable_compile=compiled)
+    return ArchonEngine(engine_config(path, dtype, attention, archon=own, **settings))
+
+
+def archon_compiled(path: Path, dtype: str, attention: str = "sdpa", **settings: Any) -> Any:
+    return archon(path, dtype, attention, compiled=True, **settings)
+
+
+ENGINES: dict[str, Callable[..., Any]] = {
+    "fsdp": fsdp,
+    "megatron": megatron,
+    "archon": archon,
+    "archon-compiled": archon_compiled,
+}
 
 
 def with_engine(name: str, path: Path, dtype: str, attention: str = "sdpa", **settings: Any) -> tuple[Any, Step]:
@@ -192,18 +213,20 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time
 
 
 def measure_steps(
-    size: str, engine: str, tokens: int, rounds: int, threads: int, clock: str, folder: Path
+    size: str, engines: Sequence[str], tokens: int, rounds: int, threads: int, clock: str, folder: Path
 ) -> list[Speed]:
+    """The first of the engines is the one that is measured, and whose plain loop is the measure; the others take turns
+    with the two."""
     import torch
 
     torch.set_num_threads(threads)
     now = CLOCKS[clock]
     path = make_model(size, folder)
-    base, by_hand = BY_HAND[engine]
+    base, by_hand = BY_HAND[engines[0]]
     all_found = []
     for work in works(tokens):  # new models each time: after the same steps both must be where the other is
-        made, own = with_engine(engine, path, "float32")
-        sides = {base: by_hand(path, "float32", "cpu"), engine: own}
+        made = {engine: with_engine(engine, path, "float32") for engine in engines}
+        sides = {base: by_hand(path, "float32", "cpu")} | {engine: step for engine, (_, step) in made.items()}
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         losses: dict[str, float] = {}
         for number in range(rounds + 1):
@@ -219,9 +242,10 @@ def measure_steps(
             ratio = medians[base] / medians[name]
             samples = [work.tokens / t for t in times]
             found.append(Speed(work.name, name, work.tokens / medians[name], ratio, losses[name], samples))
-        if abs(losses[engine] - losses[base]) > 1e-4 * losses[base]:
+        if any(abs(loss - losses[base]) > 1e-4 * losses[base] for loss in losses.values()):
             raise SystemExit(f"{work.name}: the losses differ, the work is not the same: {losses}")
-        made.destroy()
+        for one, _ in reversed(made.values()):  # the first has made the process group
+            one.destroy()
         end_groups()
         show_steps(found)
         all_found += found
@@ -361,10 +385,30 @@ def show_load(found: Sequence[Load]) -> None:
         )
 
 
+def bubbles_of(args: Any) -> list[dict[str, Any]]:
+    import bubbles
+
+    from areal_convert.engines.api.backends import SCHEDULES
+
+    found = []
+    for pp in args.pp:
+        names: list[str] = args.schedules or list(SCHEDULES)
+        measured = bubbles.measure(pp, args.micro or 2 * pp, names, args.pace, args.rounds, args.pictures)
+        bubbles.show(measured)
+        found += [asdict(bubble) for bubble in measured]
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("steps", "load"))
+    parser.add_argument("what", choices=("steps", "load", "bubbles"))
     parser.add_argument("--engine", choices=sorted(ENGINES), default="fsdp")
+    parser.add_argument("--beside", choices=sorted(ENGINES), nargs="+", default=[], help="of steps: further engines")
+    parser.add_argument("--pp", type=int, nargs="+", default=[2, 4], help="of bubbles: ranks of the pipelines")
+    parser.add_argument("--micro", type=int, help="of bubbles: micro-batches; default: twice the ranks")
+    parser.add_argument("--pace", type=float, default=0.02, help="of bubbles: seconds of a rank's forward pass")
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help="of bubbles: a chart of each")
+    parser.add_argument("--schedules", nargs="+", help="of bubbles; default: all")
     parser.add_argument("--model", choices=sorted(MODELS), help="default: 32m for steps, 250m for load")
     parser.add_argument("--tokens", type=int, default=2048, help="of a step")
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each side")
@@ -377,11 +421,13 @@ def main() -> None:
     os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory(prefix="bench-engines-") as folder:
         if args.what == "steps":
-            speeds = measure_steps(
-                args.model or "32m", args.engine, args.tokens, args.rounds, args.threads, args.clock, Path(folder)
-            )
+            engines = [args.engine, *args.beside]
+            size = args.model or "32m"
+            speeds = measure_steps(size, engines, args.tokens, args.rounds, args.threads, args.clock, Path(folder))
             figures = [asdict(s) for s in speeds]
             low = [s.ratio for s in speeds if s.ratio < GOAL]
+        elif args.what == "bubbles":
+            figures, low = bubbles_of(args), []
         else:
             loads = measure_load(args.model or "250m", args.engine, args.ranks, args.rounds, Path(folder))
             show_load(loads)

@@ -5,6 +5,7 @@
               and AdamW, one side after the other. fsdp: the engine, and plain transformers under autocast with the same
               attention. megatron: the engine, Megatron-Core driven by hand, and FSDPEngine; with Transformer Engine's
               layers where it is installed. Sequences of one length, so that the plain loop can take rows of a batch.
+              archon: the engine compiled and not, plain transformers, and FSDPEngine.
     fp8       megatron again, engine and by hand, with FP8 and block scales: on Hopper, with Transformer Engine. Where
               it cannot run the reason is printed.
     offload   seconds of offload() and onload(), memory left in between; the loss before and after must be equal.
@@ -28,7 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bench_engines import BY_HAND, ENGINES, Step, Work, end_groups, make_model, train_step, with_engine
+from bench_engines import BY_HAND, Step, Work, end_groups, make_model, train_step, with_engine
 
 PRECISION = "bfloat16"
 
@@ -183,7 +184,15 @@ def run_megatron(bench: Bench) -> list[dict[str, Any]]:
     return [*found, report([speed, own.by_hand("megatron", megatron=MegatronEngineConfig(fp8_config=fp8))])]
 
 
-RUNS = {"fsdp": run_fsdp, "megatron": run_megatron}
+def run_archon(bench: Bench) -> list[dict[str, Any]]:
+    compiled, moved = replace(bench, layers=f"{bench.layers}, compiled").engine("archon-compiled", moves=True)
+    eager, _ = bench.engine("archon")
+    other = replace(bench, layers=bench.attention)
+    fsdp, _ = other.engine("fsdp")
+    return [report([compiled, other.by_hand("archon"), eager, fsdp], moved)]
+
+
+RUNS = {"fsdp": run_fsdp, "megatron": run_megatron, "archon": run_archon}
 
 
 def no_fp8(bench: Bench, config: Any) -> str | None:
@@ -205,6 +214,9 @@ def benches(engine: str, work: Work, device: str, steps: int, path: Path) -> lis
     """One for every kind of attention that there is; Transformer Engine chooses by itself."""
     if engine == "megatron" and device == "cuda" and find_spec("transformer_engine"):
         return [Bench(work, device, steps, path, "sdpa", "transformer engine")]
+    if engine == "archon" and device == "cuda":
+        plain = "flash_attention_2" if find_spec("flash_attn") else "flex_attention"
+        return [Bench(work, device, steps, path, plain, "varlen")]
     kinds = ["sdpa"]
     if device == "cuda" and find_spec("flash_attn"):
         kinds.append("flash_attention_2")
@@ -232,7 +244,7 @@ def report(found: list[Speed], moved: Moved | None = None) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=sorted(ENGINES), nargs="+", default=["fsdp"])
+    parser.add_argument("--engine", choices=sorted(RUNS), nargs="+", default=["fsdp"])
     parser.add_argument("--length", type=int, default=2048, help="of a sequence")
     parser.add_argument("--sequences", type=int, default=4, help="in a step")
     parser.add_argument("--steps", type=int, default=10, help="measured, of each side")

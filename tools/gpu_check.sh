@@ -20,6 +20,6 @@ if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.is_available())')" != True 
     exit 0
 fi
 "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider tests/test_gpu.py
-engines=$("$PYTHON" -c 'from importlib.util import find_spec; print("fsdp", "megatron" if find_spec("megatron") else "")')
+engines=$("$PYTHON" -c 'from importlib.util import find_spec; print("fsdp", "archon", "megatron" if find_spec("megatron") else "")')
 # shellcheck disable=SC2086  # several words
 "$PYTHON" tools/gpu_check.py --engine $engines "$@"

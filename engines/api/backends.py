@@ -21,6 +21,8 @@ DTYPES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bflo
 SCHEDULES = (
     "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dual_pipe_v",
 )  # fmt: skip
+SINGLE_SCHEDULES = ("gpipe", "1f1b")
+"""One stage a rank."""
 V_SCHEDULES = ("zbv_zero_bubble", "dual_pipe_v")
 """Two stages a rank, in the shape of a V: the last stage lives on rank 0."""
 
@@ -71,7 +73,7 @@ class ArchonFP8Config:
     mode: Literal["disabled", "blockwise"] = option("disabled", "blockwise: 128×128 scales")
     exclude_modules: list[str] = option(["output", "router", "score"], "modules that stay in the compute dtype")
     include_experts: bool = option(False, "experts too")
-    use_triton: bool = option(True, "Triton kernels")
+    use_triton: bool = option(True, "taken, without effect: the products are cuBLAS's")
 
     def __post_init__(self) -> None:
         settle(self)
@@ -99,6 +101,9 @@ class ArchonEngineConfig:
     fp8_config: ArchonFP8Config = part(default_factory=ArchonFP8Config, converter=of(ArchonFP8Config), help="FP8")
     use_deterministic_algorithms: bool = option(False, "deterministic kernels, slower")
     moe_router_dtype: Literal["fp32"] | None = option("fp32", "dtype of the router; null: the compute dtype")
+    moe_router_bias_update_rate: float = option(
+        1e-3, "how far a step moves the biases that balance experts (DeepSeek V3's rate); 0: they stay", least=0
+    )
 
     def __post_init__(self) -> None:
         settle(self)

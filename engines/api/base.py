@@ -59,6 +59,7 @@ class TrainEngine(ABC):
         self.lr_step = 0
         """Steps of the learning rate's schedule so far; travels with the training state."""
         self._version = 0
+        self._sync: Any = None
         self._stats: dict[str, tuple[float, float]] = {}
 
     # -------------------------------------------------------------------------------------------- lifecycle
@@ -232,25 +233,43 @@ class TrainEngine(ABC):
         return None
 
     def connect_engine(self, engine: Any, meta: WeightUpdateMeta) -> None:
-        """Make the ways to an inference engine that `update_weights` goes. By disk there is nothing to make.
+        """Make the way to inference servers that `update_weights` goes. Every rank calls it.
 
-        Raises ConfigError for the other ways.
+        engine  what knows the servers (looked at on rank 0): an inference engine of AReaL's, with its `addresses`; URLs
+                or host:port; None: those that the environment's AREAL_LLM_SERVER_ADDRS names
+        meta    `xccl`: the live weights, over a process group (or shared memory, on one host); `disk`: through a
+                directory, which without any server is only written
+
+        Raises ConfigError for another way, or no server; SyncError for servers that cannot be reached.
         """
+        from ..syncing import connect
+
+        self._disconnect()
+        self._sync = connect(self, engine, meta)
+
+    def update_weights(self, meta: WeightUpdateMeta) -> Any:
+        """Bring the connected servers to the current weights, as `meta.version`: all of them, or none. Every rank calls
+        it; returns when they answer with the new weights (a `PushReport`).
+
+        By disk without a server the weights are written where somebody else reads them: a Hugging Face directory at
+        `meta.path`, or with `meta.use_lora` the adapter.
+
+        Raises ConfigError when nothing is connected, SyncError when servers keep their old weights.
+        """
+        from ..syncing import save_for_servers
+
+        if self._sync is not None:
+            return self._sync.update(meta)
         if meta.type != "disk":
-            raise ConfigError(f"type: weights go to inference servers by disk only, {meta.type} was asked for.")
+            raise ConfigError(f"type: {meta.type} needs servers, and none is connected.", hint="connect_engine first.")
+        save_for_servers(self, meta)
+        return None
 
-    def update_weights(self, meta: WeightUpdateMeta) -> None:
-        """Write the current weights where inference servers read them: a Hugging Face directory at `meta.path`, or the
-        adapter with `meta.use_lora`. Returns when they are complete. Raises ConfigError for other ways than by disk."""
-        from .metas import SaveLoadMeta
-
-        if meta.type != "disk" or meta.path is None:
-            raise ConfigError(
-                f"type: weights are updated by disk only, with a path; {meta.type} (path {meta.path}) was asked for.",
-                hint="WeightUpdateMeta.from_disk(…)",
-            )
-        merge = self.lora is not None and not meta.use_lora
-        self.save(SaveLoadMeta(meta.path, "hf", base_model_path=self.config.path, merge_adapters=merge))
+    def _disconnect(self) -> None:
+        """Let go of the servers that are connected."""
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
 
     def set_version(self, version: int) -> None:
         """The number of the current weights, which travels with them and with the training state."""

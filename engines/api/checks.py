@@ -12,7 +12,7 @@ from typing import Any
 
 from ...converter.errors import ConfigError, Problems
 from .allocation import TRAINING
-from .backends import V_SCHEDULES
+from .backends import SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES
 from .configs import TrainEngineConfig
 from .fields import nearest
 from .parallel import ParallelStrategy
@@ -22,8 +22,9 @@ __all__ = ["TP_FAMILIES", "check", "sequence_divisor"]
 
 TP_FAMILIES: Mapping[str, tuple[str, ...]] = {
     "fsdp": ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
+    "archon": ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"),
 }
-"""The `model_type`s that a backend can run with tensor parallelism, where they are not all that it can run."""
+"""The `model_type`s that a backend can run with tensor parallelism: of fsdp some, of archon all that it has."""
 
 _CAN = {
     "pipeline parallelism": ("megatron", "archon"),
@@ -36,7 +37,6 @@ _CAN = {
 _NOBODY = {
     "use_kernels": "kernels from the Hub",
     "enable_tree_training": "training on trees of sequences",
-    "enable_delta_weight_update": "sending only what changed",
 }
 """Fields of AReaL's that no backend here honours: switched on, they are refused and not ignored."""
 
@@ -145,7 +145,7 @@ _FP8_FIELDS = "megatron.fp8_config and archon.fp8_config are the fields"
 
 
 def _attention(case: _Case) -> None:
-    config, cp = case.config, case.sizes.cp_size
+    config = case.config
     if case.backend == "fsdp" and case.device == "cpu" and config.attn_impl not in ("sdpa", "eager"):
         what = (
             f"{config.attn_impl} has no {'backward pass on' if config.attn_impl.startswith('flex') else 'kernel for'}"
@@ -154,8 +154,12 @@ def _attention(case: _Case) -> None:
     if case.backend == "archon":
         if case.device == "cpu" and config.archon.attn_type == "varlen":
             case.problems.add("archon.attn_type", "varlen has no kernel for the CPU", "archon.attn_type=sdpa")
-        if config.archon.attn_type == "tree" and (cp > 1 or case.sizes.pp_size > 1):
-            case.problems.add("archon.attn_type", "tree attention runs without context and pipeline parallelism")
+        if config.archon.attn_type == "tree":
+            case.problems.add("archon.attn_type", f"tree: {_NOBODY['enable_tree_training']}: no backend here has it")
+        latent = case.number("kv_lora_rank") is not None
+        if latent and config.archon.attn_type == "varlen" and config.attn_impl != "flex_attention":
+            what = "latent attention has values of another width than keys, which flash kernels do not take"
+            case.problems.add("archon.attn_type", what, "attn_impl=flex_attention, or archon.attn_type=sdpa")
 
 
 # ------------------------------------------------------------------------------------------------ the model's numbers
@@ -166,11 +170,12 @@ def _heads(case: _Case) -> None:
     repeated until they go round, which they do when the query heads do."""
     tp, cp = case.sizes.tp_size, case.sizes.cp_size
     heads = case.number("num_attention_heads", "n_head")
-    groups = case.number("num_key_value_heads", "num_kv_heads") or heads
+    latent = case.number("kv_lora_rank") is not None  # every head makes its own keys and values
+    groups = heads if latent else case.number("num_key_value_heads", "num_kv_heads") or heads
     if heads is None or groups is None:
         return
     case.divides(tp, "num_attention_heads", heads, "tensor_parallel_size")
-    if groups % tp:
+    if groups % tp and not latent:
         shared = tp % groups == 0
         if case.backend != "megatron" or not shared:
             hint = f"sizes that do: {_divisors(groups)}" + ("; megatron can, it repeats them" if shared else "")
@@ -188,7 +193,10 @@ def _widths(case: _Case) -> None:
     tp = case.sizes.tp_size
     family = case.model.get("model_type")
     known = TP_FAMILIES.get(case.backend)
-    if tp > 1 and family and known and family not in known:
+    if case.backend == "archon" and known and family and family not in known:
+        hint = f"those with one: {', '.join(known)}; fsdp trains whatever transformers has"
+        case.problems.add("model_type", f"archon has no model {family!r}", hint)
+    elif tp > 1 and family and known and family not in known:
         others = " and ".join(name for name in TRAINING if name != case.backend)
         hint = f"those with one: {', '.join(known)}; {others} may have one"
         case.problems.add(
@@ -254,29 +262,53 @@ def _stages(case: _Case) -> None:
 
 
 def _archon_stages(case: _Case, layers: int | None) -> None:
-    archon, pp = case.config.archon, case.sizes.pp_size
-    per_rank = (
-        2 if archon.pp_schedule in (*V_SCHEDULES, "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble") else 1
-    )
-    least = pp * (2 if archon.pp_schedule in V_SCHEDULES else 1)
-    if layers is not None and layers < least:
-        what = f"{archon.pp_schedule} makes {least} stages of {pp} ranks, and num_hidden_layers={layers}"
-        case.problems.add("pipeline_parallel_size", what)
-    if layers is not None and archon.pp_layers_per_stage:
-        counted = layers + archon.pp_first_stage_less_layers + archon.pp_last_stage_less_layers
-        stages = -(-counted // archon.pp_layers_per_stage)
-        if stages % pp or (archon.pp_schedule in V_SCHEDULES and stages != least) or (per_rank == 1 and stages != pp):
-            wanted = f"{per_rank * pp}" if per_rank == 1 or archon.pp_schedule in V_SCHEDULES else f"a multiple of {pp}"
-            what = f"{archon.pp_layers_per_stage} gives {stages} stages, {archon.pp_schedule} needs {wanted}"
-            case.problems.add("archon.pp_layers_per_stage", what)
-    if archon.enable_compile and ("zero_bubble" in archon.pp_schedule or archon.pp_schedule == "dual_pipe_v"):
-        what = f"{archon.pp_schedule} runs the backward pass in two halves, which torch.compile cannot cut"
+    """As `archon.schedules.plan_pipeline` deals layers out; a schedule from a CSV file is looked at there."""
+    archon, pp, name = case.config.archon, case.sizes.pp_size, case.config.archon.pp_schedule
+    halves = f"{name} runs the backward pass in two halves"
+    if archon.enable_compile and ("zero_bubble" in name or name == "dual_pipe_v"):
+        what = f"{halves}, which torch.compile cannot cut"
         case.problems.add("archon.enable_compile", what, "archon.enable_compile=false")
+    if archon.reshard_after_forward_policy == "always" and ("zero_bubble" in name or name == "dual_pipe_v"):
+        what = f"{halves}, between which FSDP would lose the gradients of parameters that it has freed"
+        case.problems.add("archon.reshard_after_forward_policy", what, "default or never")
+    if layers is None or name not in SCHEDULES:
+        return
+    first, last = archon.pp_first_stage_less_layers, archon.pp_last_stage_less_layers
+    counted = layers + first + last
+    usual = pp if name in SINGLE_SCHEDULES else 2 * pp
+    stages = -(-counted // archon.pp_layers_per_stage) if archon.pp_layers_per_stage else usual
+    exact = name in (*SINGLE_SCHEDULES, *V_SCHEDULES)
+    if stages != usual if exact else stages % pp:
+        wanted = f"{usual}" if exact else f"a multiple of {pp}"
+        what = f"{archon.pp_layers_per_stage} gives {stages} stages, {name} needs {wanted}"
+        case.problems.add("archon.pp_layers_per_stage", what)
+        return
+    each, over = divmod(counted, stages)
+    if each < max(last, 1 if stages > 2 else 0) or each + (over > 0) < first:
+        what = f"{name} makes {stages} stages of {pp} ranks, and num_hidden_layers={layers}"
+        case.problems.add("pipeline_parallel_size", what, "some stage would have no layer")
+
+
+def _recomputation(case: _Case) -> None:
+    """As `archon.checkpointing` does it, where `gradient_checkpointing` turns it on."""
+    archon = case.config.archon
+    if case.backend != "archon" or not case.config.gradient_checkpointing:
+        return
+    option = archon.selective_ac_option
+    if archon.ac_mode == "memory_budget" and not archon.enable_compile:
+        what = "memory_budget is the compiler's choice, and archon.enable_compile is false"
+        case.problems.add("archon.ac_mode", what, "archon.enable_compile=true, or archon.ac_mode=selective")
+    if archon.ac_mode == "selective" and option != "op" and not (option.isdecimal() and int(option) > 0):
+        what = f"{option!r}, expected op, or a number of blocks of at least 1"
+        case.problems.add("archon.selective_ac_option", what)
+    if archon.ac_mode == "selective" and option == "op" and archon.ac_debug:
+        what = "torch records nothing where single operations are chosen (ac_mode=selective, op)"
+        case.problems.add("archon.ac_debug", what, "archon.ac_mode=full records")
 
 
 def sequence_divisor(backend: str, sizes: ParallelStrategy) -> int:
     """Tokens of a micro-batch are padded to a multiple of it: tensor and context parallel ranks get even parts."""
-    twice = backend != "fsdp" and sizes.cp_size > 1  # each rank has a part of the front and one of the back
+    twice = backend == "megatron" and sizes.cp_size > 1  # each rank has a part of the front and one of the back
     return sizes.tp_size * sizes.cp_size * (2 if twice else 1)
 
 
@@ -318,9 +350,9 @@ def _lora(case: _Case) -> None:
     config = case.config
     if not config.use_lora:
         return
-    if case.backend == "archon":
-        case.problems.add("use_lora", f"{case.backend} has no adapters", "fsdp and megatron can")
-        return
+    if case.backend == "archon" and config.archon.fp8_config.mode != "disabled":
+        what = "products in FP8 take no adapters"
+        case.problems.add("use_lora", what, "archon.fp8_config.mode=disabled")
     if case.backend == "megatron" and config.megatron.fp8_config is not None:
         what = "FP8 is Transformer Engine's, whose layers take no adapters"
         case.problems.add("use_lora", what, "megatron.fp8_config=null")
@@ -333,4 +365,4 @@ def _lora(case: _Case) -> None:
         case.problems.add("use_lora", "adapters of random weights are of no use to anybody", "init_from_scratch=false")
 
 
-_RULES = (_capabilities, _attention, _heads, _widths, _experts, _stages, _sequences, _optimizer, _lora)
+_RULES = (_capabilities, _attention, _heads, _widths, _experts, _stages, _sequences, _recomputation, _optimizer, _lora)

@@ -120,11 +120,15 @@ class TrainEngineConfig:
         default_factory=nothing, converter=maybe(OptimizerConfig), help="null: the engine only evaluates"
     )
     weight_update_mode: Literal["disk", "xccl", "awex"] = option(
-        "xccl", "how inference servers get new weights; not read yet: WeightUpdateMeta says it with each update"
+        "xccl", "how inference servers get new weights; WeightUpdateMeta says it with each update, and counts"
     )
-    enable_delta_weight_update: bool = option(False, "send only what changed")
-    weight_update_delta_method: Literal["adamw"] = option("adamw", "how a change is found; not read yet")
-    weight_update_anchor_interval: int = option(0, "updates between two whole ones; 0: none; not read yet", least=0)
+    enable_delta_weight_update: bool = option(False, "send inference servers only what changed")
+    weight_update_delta_method: Literal["adamw"] = option(
+        "adamw", "taken, without effect: the digests of blocks find what changed, whatever the optimizer"
+    )
+    weight_update_anchor_interval: int = option(
+        0, "with deltas, every so many updates a whole one; 0: if it must be", least=0
+    )
     fsdp: FSDPEngineConfig = part(default_factory=FSDPEngineConfig, converter=of(FSDPEngineConfig), help="FSDP2's own")
     archon: ArchonEngineConfig = part(
         default_factory=ArchonEngineConfig, converter=of(ArchonEngineConfig), help="Archon's own"

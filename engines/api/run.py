@@ -81,6 +81,9 @@ class SaveConfig:
     at_end: bool = option(True, "a training state after the last step")
     keep_latest_k: int = option(2, "training states that are kept; 0: all", least=0)
     async_save: bool = option(False, "write while the training goes on")
+    async_in: Literal["thread", "process"] | None = option(
+        None, "what writes then: a thread, or a process; null: a process for archon, else a thread"
+    )
     hf_at_end: bool = option(True, "export a Hugging Face directory to {dir}/model after the last step")
 
     def __post_init__(self) -> None:

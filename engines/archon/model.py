@@ -61,8 +61,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, angles: Angles, packing: Packing) -> Tensor:
         """(1, t, h) → (1, t, h)"""
         x = x + self.attention(self.attention_norm(x), angles, packing)
-        inner = self.moe if self.sparse else self.feed_forward
-        return x + inner(self.ffn_norm(x))
+        h = self.ffn_norm(x)
+        return x + (self.moe(h, packing.real) if self.sparse else self.feed_forward(h))
 
 
 class Decoder(nn.Module):

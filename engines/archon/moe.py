@@ -8,7 +8,7 @@ A token's k places with experts are its *slots*. Slots are sorted by expert, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -57,19 +57,29 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts of a layer, or those of one rank: w1 and w3 (e, m, h), w2 (e, h, m)."""
+    """All experts of a layer, or those of one rank: w1 and w3 (e, m, h), w2 (e, h, m).
+
+    run  does the work in place of the usual functions; None: these
+    """
 
     def __init__(self, experts: int, hidden: int, width: int) -> None:
         super().__init__()
         self.w1 = nn.Parameter(torch.empty(experts, width, hidden))
         self.w3 = nn.Parameter(torch.empty(experts, width, hidden))
         self.w2 = nn.Parameter(torch.empty(experts, hidden, width))
+        self.run: Callable[..., Tensor] | None = None
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """`rows` (s, h) sorted by expert, `counts` (e,) of each → (s, h)."""
         w1, w3, w2 = (_local(w) for w in (self.w1, self.w3, self.w2))
-        run = _grouped if rows.dtype == torch.bfloat16 and _grouped_mm is not None else _one_by_one
+        run = self.run or (_grouped if _groups(rows, w1) else one_by_one)
         return run(rows, counts, w1, w3, w2)
+
+
+def _groups(rows: Tensor, w1: Tensor) -> bool:
+    """Whether one kernel can do all experts: it takes bf16, some rows, and rows of whole 16 bytes."""
+    aligned = w1.shape[1] % 8 == 0 and w1.shape[2] % 8 == 0
+    return rows.dtype == torch.bfloat16 and _grouped_mm is not None and aligned and len(rows) > 0
 
 
 def _grouped(rows: Tensor, counts: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
@@ -78,10 +88,13 @@ def _grouped(rows: Tensor, counts: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -
     return _grouped_mm(F.silu(gate) * up, w2.mT, offs=ends)
 
 
-def _one_by_one(rows: Tensor, counts: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
+def one_by_one(
+    rows: Tensor, counts: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, product: Callable[..., Tensor] = F.linear
+) -> Tensor:
+    """Every expert's rows (s, h), in the order of experts, through its three matrices."""
     parts = rows.split(counts.tolist())
     experts = zip(parts, w1.unbind(0), w3.unbind(0), w2.unbind(0), strict=True)
-    return torch.cat([F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down) for x, gate, up, down in experts])
+    return torch.cat([product(F.silu(product(x, gate)) * product(x, up), down) for x, gate, up, down in experts])
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -94,7 +107,7 @@ class MoE(nn.Module):
 
     expert_bias  (e,) fp32, where choices are balanced without an auxiliary loss; it is no parameter: it is moved by
                  `update_expert_biases`, and checkpoints have it
-    seen         (e,) how many slots each expert was given since that was last called, in training
+    seen         (e,) how many slots each expert was given since that was last called, in training, padding left out
     """
 
     expert_bias: Tensor | None
@@ -114,22 +127,28 @@ class MoE(nn.Module):
         """The right values in buffers that no checkpoint has."""
         self.seen.zero_()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(1, t, h) → (1, t, h)"""
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        """(1, t, h) → (1, t, h). `real` (t,): which tokens are no padding; None: all."""
         flat = x[0]
         weights, chosen = self.router(flat, self.expert_bias)
         slots = chosen.flatten()
         order = slots.argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        counts = torch.zeros_like(self.seen, dtype=torch.int64).index_add_(0, slots, torch.ones_like(slots))
-        if self.training and self.expert_bias is not None:
-            self.seen += counts
+        counts = self._count(slots)
+        if self.training and self.expert_bias is not None and torch.is_grad_enabled():
+            self.seen += counts if real is None else self._count(slots, real)
         rows = _Spread.apply(flat, order, inverse, self.args.top_k)
-        out = _Permute.apply(self.experts(rows, counts), inverse, order)
+        out = Permute.apply(self.experts(rows, counts), inverse, order)
         out = (out.unflatten(0, (-1, self.args.top_k)) * weights.to(out.dtype)[..., None]).sum(1)
-        return (out + self._shared(flat))[None] if self.shared_experts is not None else out[None]
+        return (out + self.shared(flat))[None] if self.shared_experts is not None else out[None]
 
-    def _shared(self, flat: Tensor) -> Tensor:
+    def _count(self, slots: Tensor, real: Tensor | None = None) -> Tensor:
+        """(e,) how many of these slots each expert is given; `real` (t,): of those tokens."""
+        ones = torch.ones_like(slots) if real is None else real.to(slots.dtype).repeat_interleave(self.args.top_k)
+        return torch.zeros_like(self.seen, dtype=torch.int64).index_add_(0, slots, ones)
+
+    def shared(self, flat: Tensor) -> Tensor:
+        """What every token visits besides: (t, h) → (t, h)."""
         assert self.shared_experts is not None
         out = self.shared_experts(flat)
         return out if self.shared_expert_gate is None else self.shared_expert_gate(flat).sigmoid() * out
@@ -153,7 +172,7 @@ class _Spread(torch.autograd.Function):
         return grads[0][inverse].unflatten(0, (-1, ctx.k)).sum(1), None, None, None
 
 
-class _Permute(torch.autograd.Function):
+class Permute(torch.autograd.Function):
     """`x[order]`, whose backward pass is `grad[inverse]`."""
 
     @staticmethod

@@ -25,6 +25,12 @@ class Step:
         return f"{self.stage}{self.kind}{self.micro}"
 
 
+def parse_step(text: str) -> Step | None:
+    """`0F2` → stage 0, forward, micro-batch 2; None for anything else."""
+    match = _STEP.fullmatch(text)
+    return Step(int(match[1]), match[2], int(match[3])) if match else None
+
+
 Order = tuple[tuple[Step, ...], ...]
 """What every rank does, in order."""
 
@@ -49,9 +55,8 @@ def read_schedule(path: Path, pp: int) -> Order:
     for number, row in enumerate(rows, 1):
         steps = []
         for cell in (cell.strip() for cell in row):
-            match = _STEP.fullmatch(cell)
-            if match:
-                steps.append(Step(int(match[1]), match[2], int(match[3])))
+            if (step := parse_step(cell)) is not None:
+                steps.append(step)
             elif cell:
                 problems.add(f"line {number}", f"{cell!r}, expected something like 0F2", "F, B, or I and W")
         order.append(tuple(steps))
@@ -77,6 +82,11 @@ def _check_order(order: Order, problems: Problems) -> None:
             kinds = "".join(done.get((stage, micro), []))
             if sorted(kinds) not in (["B", "F"], ["F", "I", "W"]):
                 problems.add(f"stage {stage}", f"does {kinds or 'nothing'} for micro-batch {micro}, expected FB or FIW")
+    last = max(homes, default=0)
+    turns = [step.micro for steps in order for step in steps if step.stage == last and step.kind == "F"]
+    if turns != sorted(turns):
+        what = f"the last one, takes the micro-batches in the order {', '.join(map(str, turns))}"
+        problems.add(f"stage {last}", what, "in their own order: torch finds losses again by it")
     idle = [str(rank) for rank, steps in enumerate(order) if not steps]
     if idle:
         problems.add("rank " + ", ".join(idle), "has nothing to do")

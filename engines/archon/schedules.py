@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...converter.errors import ConfigError
-from ..api.backends import SCHEDULES, V_SCHEDULES, schedule_name
+from ..api.backends import SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES, schedule_name
 from ..api.fields import nearest
 from .model import Part
 from .orders import Order, Step, micro_batches, ranks_of, read_schedule
@@ -45,7 +45,6 @@ _CLASSES = {
     "zbv_zero_bubble": "ScheduleZBVZeroBubble",
     "dual_pipe_v": "ScheduleDualPipeV",
 }
-_SINGLE = ("gpipe", "1f1b")
 _ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
 _AT_LEAST_THE_STAGES = ("1f1b", "dual_pipe_v")
 
@@ -153,9 +152,9 @@ def plan_pipeline(
             what = f"{layers_per_stage} gives {wanted} stages, and {name} has {len(ranks)}"
             raise ConfigError(f"pp_layers_per_stage: {what}.", hint="Leave it out: the file decides.")
         return Pipeline(name, pp, split(layers, len(ranks), first_less=first_less, last_less=last_less), ranks, order)
-    usual = pp if name in _SINGLE else 2 * pp
+    usual = pp if name in SINGLE_SCHEDULES else 2 * pp
     stages = wanted or usual
-    exact = name in _SINGLE or name in V_SCHEDULES
+    exact = name in SINGLE_SCHEDULES or name in V_SCHEDULES
     if stages != usual if exact else stages % pp:
         needs = f"{usual}" if exact else f"a multiple of {pp}"
         what = f"{layers_per_stage} gives {stages} stages, {name} on pp={pp} needs {needs}"
@@ -226,7 +225,7 @@ def schedule_of(
 
     pipeline.check(micro)
     options = {"n_microbatches": micro, "loss_fn": loss_fn, "scale_grads": False, **options}
-    if pipeline.name in _SINGLE:
+    if pipeline.name in SINGLE_SCHEDULES:
         return getattr(schedules, _CLASSES[pipeline.name])(stages[0], **options)
     if pipeline.order is None:
         return getattr(schedules, _CLASSES[pipeline.name])(list(stages), **options)
@@ -235,14 +234,28 @@ def schedule_of(
     return made
 
 
-def forward_of(pipeline: Pipeline, stages: Sequence[Any], micro: int) -> Any:
+def forward_of(
+    pipeline: Pipeline, stages: Sequence[Any], micro: int, look: Callable[[Any, int], None] | None = None
+) -> Any:
     """The same without a backward pass, for any number of micro-batches: stage after stage, all micro-batches of each.
+
+    look  called with what the last stage gives, and the number of the micro-batch: it is then not kept, and with a
+          large vocabulary logits are larger than anything else. None: all are kept and `run_schedule` returns them
 
     torch's V-shaped schedules (2.13) do not run without their backward passes.
     """
     from torch.distributed.pipelining import schedules
 
     made: Any = schedules._PipelineScheduleRuntime(list(stages), n_microbatches=micro)
+    if look is not None:
+
+        def let_go(stage: Any, output: Any, targets: Any, number: int, options: Any = None) -> None:
+            if stage.is_last:
+                del stage.fwd_cache[number]
+                stage.output_chunks.clear()
+                look(output, number)
+
+        made._maybe_compute_loss = let_go
     made.stage_index_to_group_rank = dict(enumerate(pipeline.ranks))
     for stage in stages:
         stage.stage_index_to_group_rank = made.stage_index_to_group_rank

@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 Batch = dict[str, Any]
+STAND_IN = "stand_in"
+"""The key of a micro-batch that is there for its collectives alone: none of its tokens is anybody's."""
 Agree = Callable[[int], int]
 """Takes this rank's number, gives the largest of all data-parallel ranks."""
 
@@ -307,7 +309,7 @@ def split(batch: Mapping[str, Any], spec: Spec, agree: Agree | None = None) -> M
 
 
 def _stand_in(batch: Mapping[str, Any]) -> Batch:
-    """The first token of the batch, as a sequence whose every mask and value is 0."""
+    """The first token of the batch, as a sequence whose every mask and value is 0; it says so (`STAND_IN`)."""
     cu = batch["cu_seqlens"]
     tokens, sequences = int(cu[-1]), len(cu) - 1
     one: Batch = {}
@@ -318,4 +320,4 @@ def _stand_in(batch: Mapping[str, Any]) -> Batch:
         elif kind != "batch":
             value = torch.zeros_like(value[:1])
         one[name] = value
-    return one | {"cu_seqlens": cu_seqlens([1], cu.device), "max_seqlen": 1}
+    return one | {"cu_seqlens": cu_seqlens([1], cu.device), "max_seqlen": 1, STAND_IN: True}

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...converter.errors import PlanError
 from ..collectives import copy_to
 from ..lora import is_lora_layer
-from .tensor_parallel import Colwise, Plan, Rowwise, Style, TensorParallel, VocabHead, Whole, local, shard, wrap
+from ..tensor_parallel import Colwise, Plan, Rowwise, Style, TensorParallel, VocabHead, Whole, local, shard, wrap
 
 
 def with_adapters(model: nn.Module, plan: Plan) -> Plan:

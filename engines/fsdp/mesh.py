@@ -64,10 +64,6 @@ class FsdpMesh:
     def tp_mesh(self) -> DeviceMesh:
         return self.root["tp"]
 
-    def data_head(self) -> int:
-        """The global rank that speaks for this rank's batch: the first of its sp × tp group."""
-        return dist.get_global_rank(self.model_group, 0)
-
     def describe(self) -> dict[str, int]:
         """What a checkpoint records as its topology."""
         return {"dp_replicate": self.replicate, "dp_shard": self.shard, "sp": self.sp, "tp": self.tp}

@@ -6,33 +6,13 @@ the boxes of the checkpoint that this rank holds.
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...converter.checkpoint import Checkpoint
-from ...converter.errors import ConfigError, PlanError, Problems
-from ...converter.live import base_of
-from ...converter.loading import Loaded
-from ...converter.loading_targets import local_pieces
-from ...converter.opening import open_checkpoint
+from ...converter.errors import ConfigError, Problems
 from ..packed_attention import register
-
-VALUE_HEAD = "score"
-"""The module of transformers' token classifiers that a critic trains: hidden → 1."""
-
-_BLOCK = 1 << 20
-"""Elements of a parameter that are drawn at a time."""
-
-
-def open_model(path: str, *, with_weights: bool = True) -> Checkpoint:
-    """The checkpoint that a model comes from; `with_weights` False: a directory with a config.json will do.
-
-    Raises ConfigError or SourceError when the hub finds nothing that it can read.
-    """
-    return open_checkpoint(path) if with_weights else base_of(path)
 
 
 def parse_config(raw: dict[str, Any]) -> Any:
@@ -119,87 +99,3 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
             if parameter is not None:
                 places.setdefault(parameter, []).append((module, name))
     return [found for found in places.values() if len(found) > 1]
-
-
-def load(model: nn.Module, checkpoint: Checkpoint, *, critic: bool = False, seed: int = 0) -> Loaded:
-    """Fill the model from a checkpoint of any format; every rank reads what it holds. Returns the hub's report.
-
-    bf16 values are widened into fp32 masters; fp32 values are rounded only into parameters that are meant to be bf16.
-    A critic's value head is drawn (`seed`) when the checkpoint has none.
-    """
-    narrow = any(p.dtype == torch.bfloat16 for p in model.parameters())
-    if not critic:
-        return checkpoint.load_into(model, allow_cast=narrow)
-    found = checkpoint.load_into(model, allow_cast=narrow, strict=False)
-    problems = Problems()
-    heads = {f"{VALUE_HEAD}.weight", f"{VALUE_HEAD}.bias"}
-    for name in set(found.unknown) - heads:
-        problems.add(name, f"nothing in the checkpoint is this tensor: {found.unknown[name]}")
-    for name in found.missing:
-        if name.startswith("layers."):
-            problems.add(name, "the critic has no tensor for it")
-    problems.raise_as(PlanError, f"{checkpoint.path} does not fit the critic:")
-    spread = getattr(model.config, "initializer_range", 0.02)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in found.unknown:
-                _draw(name, parameter, seed, 0.0 if name.endswith("bias") else spread)
-    return found
-
-
-@torch.no_grad()
-def init_from_scratch(model: nn.Module, config: Any, seed: int) -> None:
-    """Random weights: normal with `initializer_range`, norms 1, biases 0. The same model on every layout.
-
-    Each tensor is drawn from its own name and the seed, in blocks of rows, so that a rank draws only those it holds.
-    """
-    spread = getattr(config, "initializer_range", 0.02)
-    for owner, module in model.named_modules():
-        for key, parameter in module.named_parameters(recurse=False):
-            name = f"{owner}.{key}"
-            if "norm" in type(module).__name__.lower():
-                parameter.fill_(0.0 if key == "bias" else 1.0)
-            else:
-                _draw(name, parameter, seed, 0.0 if key == "bias" else spread)
-                _zero_padding_row(module, key, parameter)
-
-
-def _draw(name: str, parameter: Tensor, seed: int, spread: float) -> None:
-    given: Any = parameter
-    memory = given.to_local() if hasattr(given, "device_mesh") else parameter
-    if spread == 0.0:
-        memory.zero_()
-        return
-    shape = tuple(parameter.shape)
-    width = parameter[:1].numel() if shape[0] else 1
-    step = max(1, _BLOCK // max(1, width))
-    for lo, hi, at in _pieces(parameter):
-        for begin in range(lo[0] - lo[0] % step, hi[0], step):
-            end = min(begin + step, shape[0])
-            source = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}/{begin}".encode()))
-            block = torch.randn((end - begin, *shape[1:]), generator=source) * spread
-            first, last = max(begin, lo[0]), min(end, hi[0])
-            inside = [slice(first - begin, last - begin), *map(slice, lo[1:], hi[1:])]
-            there = at[0] + first - lo[0]
-            place = [slice(there, there + last - first)]
-            place += [slice(a, a + h - low) for a, low, h in zip(at[1:], lo[1:], hi[1:], strict=True)]
-            memory[tuple(place)].copy_(block[tuple(inside)])
-
-
-def _pieces(parameter: Tensor) -> list[tuple[Any, Any, Any]]:
-    if hasattr(parameter, "device_mesh"):
-        return [(piece.lo, piece.hi, piece.at) for piece in local_pieces(parameter)]
-    zero = (0,) * parameter.dim()
-    return [(zero, tuple(parameter.shape), zero)]
-
-
-def _zero_padding_row(module: nn.Module, key: str, parameter: Tensor) -> None:
-    """An embedding's padding row is 0, wherever it is."""
-    row = getattr(module, "padding_idx", None)
-    if key != "weight" or row is None:
-        return
-    given: Any = parameter
-    memory = given.to_local() if hasattr(given, "device_mesh") else parameter
-    for lo, hi, at in _pieces(parameter):
-        if lo[0] <= row < hi[0]:
-            memory[at[0] + row - lo[0]].zero_()

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ...converter.errors import ConfigError
 from ..api.configs import FSDPEngineConfig
 from ..dropout import own_masks
+from ..tensor_parallel import TensorParallel, parallelize
 from .lora_styles import with_adapters
 from .mesh import FsdpMesh
-from .tensor_parallel import TensorParallel, parallelize
 from .tp_plans import plan_for
 
 
@@ -80,10 +80,3 @@ def named_blocks(model: Any, config: FSDPEngineConfig) -> list[tuple[str, nn.Mod
             hint="Name the class of its layers in fsdp.wrap_policy.transformer_layer_cls_to_wrap.",
         )
     return found
-
-
-def reshard(model: nn.Module) -> None:
-    """Give gathered parameters back: without a backward pass nobody does it for units that stay gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

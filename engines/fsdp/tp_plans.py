@@ -19,20 +19,19 @@ from typing import Any
 from torch import nn
 
 from ...converter.errors import ConfigError, MeshError, Problems
-from .tensor_parallel import (
+from ..tensor_parallel import (
     AfterGather,
     Colwise,
     Enter,
-    Experts,
     Norm,
     Plan,
     Rowwise,
-    SparseBlock,
     Style,
     VocabEmbedding,
     VocabHead,
     Whole,
 )
+from .expert_styles import Experts, SparseBlock
 
 _L = "model.layers.*"
 _MLP: dict[str, Style] = {"gate_proj": Colwise(), "up_proj": Colwise(), "down_proj": Rowwise()}

@@ -154,6 +154,7 @@ class MegatronEngine(TrainEngine):
         return Compute(steps, layout, place, core, config.mb_spec)
 
     def destroy(self) -> None:
+        self._disconnect()
         self._chunks, self._wrapped = [], []
         self._compute = self.optimizer = self.core = self.lora = None
         if self.groups is not None:

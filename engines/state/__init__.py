@@ -5,6 +5,7 @@
     shards      those boxes in torch's distributed checkpoint form (DCP): laid out, written, read
     extras      random-number states and the optimizer's scalars as JSON
     saving      `Saver`: now, or behind the training's back
+    beside      a rank's file in shared memory, written from there by a process (`writer`)
     loading     `load`: on the same ranks bit for bit, on others by box
 
 A state directory:

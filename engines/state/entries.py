@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class TrainState:
     base        what the model was loaded from: the family, the config, the small files
     optimizers  whose parameters are those of `parts` and `extra`
     extra       tensors beside the parts' (adapters), under their own names
+    copies      tensors of the parts that are another's equal copy (a tied head on a pipeline stage of its own) → that
+                one, in the names of `naming`: a state holds it once, and another topology finds it where it looks
     topology    sizes of the mesh, as the engine calls its dimensions; random states belong to one topology
     mesh, rank  for tensors that are no DTensors and not whole (Megatron), as `load_into` has them
     rng         further random states (a tracker's): name → uint8 tensor; they come back in `Restored.rng`
@@ -43,6 +45,7 @@ class TrainState:
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
     topology: Mapping[str, int] = field(default_factory=dict)
     naming: str | None = None
+    copies: Mapping[str, str] = field(default_factory=dict)
     mesh: Mesh | None = None
     rank: int = 0
     rng: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -73,9 +76,11 @@ class Entry:
 
 @dataclass
 class Collected:
-    """Entries by name; `aliases` are second names of the same memory (a tied head). `names` tells parameters by id."""
+    """Entries by name; `aliases` are second names of the same memory (a tied head). `names` tells parameters by id.
+    `again` are further memories of this rank for the same tensors: read like the entries, written by none."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
+    again: list[Entry] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
 
@@ -97,7 +102,8 @@ def collect(state: TrainState, *, optimizer: bool = True) -> Collected:
         for held in matched.held:
             value = part[held.name]
             shape = tuple(value.shape) if _is_dtensor(value) or state.mesh is None else held.named.geometry.shape
-            _add(found, Entry(MODEL + held.named.name, shape, held.memory, tuple(held.pieces)), value, problems)
+            entry = Entry(MODEL + held.named.name, shape, held.memory, tuple(held.pieces))
+            _add(found, entry, value, problems, state.copies.get(held.named.name))
     for name, value in state.extra.items():
         _add(found, Entry(EXTRA + name, tuple(value.shape), local(value), pieces_of(value)), value, problems)
     if optimizer:
@@ -111,12 +117,24 @@ def _tensors(part: torch.nn.Module | Mapping[str, torch.Tensor]) -> Mapping[str,
     return part.state_dict(keep_vars=True) if isinstance(part, torch.nn.Module) else part
 
 
-def _add(found: Collected, entry: Entry, value: torch.Tensor, problems: Problems) -> None:
+def _add(found: Collected, entry: Entry, value: torch.Tensor, problems: Problems, copy_of: str | None = None) -> None:
+    if copy_of is not None and id(value) not in found.names:
+        original = found.names[id(value)] = found.aliases[entry.name] = MODEL + copy_of
+        _again(found, replace(entry, name=original))
+        return
     first = found.names.setdefault(id(value), entry.name)
     if first != entry.name:
         found.aliases[entry.name] = first
     elif entry.name in found.entries:
         problems.add(entry.name, "is there twice")
+    else:
+        found.entries[entry.name] = entry
+
+
+def _again(found: Collected, entry: Entry) -> None:
+    """An entry that may be there already, on another rank or in another part."""
+    if entry.name in found.entries:
+        found.again.append(entry)
     else:
         found.entries[entry.name] = entry
 
@@ -136,8 +154,7 @@ def _moments(state: TrainState, found: Collected, problems: Problems) -> None:
                     what = f"{type(value).__name__} {list(getattr(value, 'shape', []))}"
                     problems.add(f"{name}: {key}", f"is {what}; a tensor like the parameter was expected")
                     continue
-                entry = Entry(moment(key, name), home.shape, local(value), home.pieces)
-                found.entries[entry.name] = entry
+                _again(found, Entry(moment(key, name), home.shape, local(value), home.pieces))
 
 
 def moment(key: str, name: str) -> str:

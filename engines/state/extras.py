@@ -86,10 +86,10 @@ def capture_optimizers(optimizers: Sequence[Optimizer], found: Collected) -> dic
     """Options of every parameter group, its parameters by name, and their scalars (steps)."""
     problems = Problems()
     groups, scalars = [], dict[str, dict[str, float]]()
-    moments: dict[str, list[str]] = {}
+    moments: dict[str, set[str]] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            names = [found.names[id(p)] for p in group["params"]]
+            names = list(dict.fromkeys(found.names[id(p)] for p in group["params"]))
             options = {key: _plain(value) for key, value in group.items() if key != "params"}
             for key, value in options.items():
                 if not _is_plain(value):
@@ -97,16 +97,49 @@ def capture_optimizers(optimizers: Sequence[Optimizer], found: Collected) -> dic
                         f"option {key} of a parameter group", f"is a {type(value).__name__}: it cannot be saved"
                     )
             groups.append({"optimizer": type(optimizer).__name__, "options": options, "params": names})
-            for parameter, name in zip(group["params"], names, strict=True):
+            for parameter in group["params"]:
+                name = found.names[id(parameter)]
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if value is None:
                         continue
                     if is_scalar(value):
                         scalars.setdefault(key, {})[name] = float(value)
                     else:
-                        moments.setdefault(key, []).append(name)
+                        moments.setdefault(key, set()).add(name)
     problems.raise_as(PlanError, "The optimizer cannot be saved:")
     return {"groups": groups, "scalars": scalars, "moments": {k: sorted(v) for k, v in moments.items()}}
+
+
+def united(described: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """What all ranks have, of what each of them captured: with pipeline stages each has other parameters.
+
+    Raises PlanError where two ranks say different things of the same.
+    """
+    known = [one for one in described if one is not None]
+    if not known or all(one == known[0] for one in known):
+        return known[0] if known else None
+    problems, first = Problems(), known[0]
+    groups = [{**group, "params": dict.fromkeys(group["params"])} for group in first["groups"]]
+    scalars, moments = dict[str, dict[str, float]](), dict[str, set[str]]()
+    for rank, one in enumerate(known):
+        if [(g["optimizer"], g["options"]) for g in one["groups"]] != [(g["optimizer"], g["options"]) for g in groups]:
+            problems.add(f"rank {rank}", "has other parameter groups or options than rank 0")
+            continue
+        for group, more in zip(groups, one["groups"], strict=True):
+            group["params"] |= dict.fromkeys(more["params"])
+        for key, of in one["scalars"].items():
+            there = scalars.setdefault(key, {})
+            odd = [name for name, value in of.items() if there.setdefault(name, value) != value]
+            for name in odd:
+                problems.add(name, f"{key} is {of[name]:g} on rank {rank}, {there[name]:g} elsewhere")
+        for key, names in one["moments"].items():
+            moments.setdefault(key, set()).update(names)
+    problems.raise_as(PlanError, "The ranks do not have one optimizer:")
+    return {
+        "groups": [{**group, "params": list(group["params"])} for group in groups],
+        "scalars": scalars,
+        "moments": {key: sorted(names) for key, names in moments.items()},
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -120,18 +153,28 @@ def _is_plain(value: Any) -> bool:
     return plain or (isinstance(value, list) and all(map(_is_plain, value)))
 
 
-def check_optimizers(saved: Mapping[str, Any], optimizers: Sequence[Optimizer], found: Collected) -> list[str]:
-    """Whether the saved groups are these ones. Raises PlanError with what differs; returns notes on changed options."""
+def grouped(optimizers: Sequence[Optimizer], found: Collected) -> list[list[str]]:
+    """The names of every parameter group of this rank."""
+    return [[found.names.get(id(p), "?") for p in group["params"]] for o in optimizers for group in o.param_groups]
+
+
+def check_optimizers(
+    saved: Mapping[str, Any], optimizers: Sequence[Optimizer], everywhere: Sequence[Sequence[Sequence[str]]]
+) -> list[str]:
+    """Whether the saved groups are these ones. `everywhere`: what `grouped` gave on every rank.
+
+    Raises PlanError with what differs; returns notes on changed options.
+    """
     problems, notes = Problems(), []
     here = [(type(o).__name__, group) for o in optimizers for group in o.param_groups]
     there = saved["groups"]
     if len(here) != len(there):
         problems.add("parameter groups", f"there are {len(here)}, {len(there)} were saved")
     for number, ((kind, group), was) in enumerate(zip(here, there, strict=False)):
-        names = [found.names.get(id(p), "?") for p in group["params"]]
+        names = {name for groups in everywhere for name in groups[number]}
         about = f"parameter group {number}"
-        if sorted(names) != sorted(was["params"]):
-            odd = sorted(set(names) ^ set(was["params"]))
+        if names != set(was["params"]):
+            odd = sorted(names ^ set(was["params"]))
             problems.add(about, f"has {len(names)} parameters, {len(was['params'])} were saved", ", ".join(odd[:3]))
         if kind != was["optimizer"]:
             problems.add(about, f"belongs to {kind}, was saved by {was['optimizer']}", "use the same optimizer")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from ...converter.sidefiles import read_json
 from ..ranks import peers_of
 from . import directory, shards
 from .directory import Marker
-from .entries import EXTRA, MODEL, OPTIM, Collected, TrainState, collect
-from .extras import check_optimizers, reseed, restore_optimizers, restore_rng
+from .entries import EXTRA, MODEL, OPTIM, Collected, Entry, TrainState, collect
+from .extras import check_optimizers, grouped, reseed, restore_optimizers, restore_rng
 from .saving import Progress
 
 ASIDE = {
@@ -70,7 +70,13 @@ def load(
     loader = _Loader(state, where, peers, optimizer, rng, limits)
     peers.together(f"Opening {where}", loader.open)
     peers.agree("The state to load", (loader.marker.step, loader.marker.serial))
-    peers.together(f"Checking {where}", lambda: loader.check(verify))
+
+    def check() -> tuple[set[str], list[list[str]]]:
+        loader.check(verify)
+        return loader.held_here()
+
+    said = peers.together(f"Checking {where}", check)
+    peers.together(f"Checking {where}", lambda: loader.check_together(said))
     peers.together(f"Loading {where}", loader.read)
     return loader.restored
 
@@ -118,7 +124,7 @@ class _Loader:
         problems.raise_as(SourceError, f"{self.path} is the state of another model:")
 
     def check(self, verify: bool) -> None:
-        """Everything that can be wrong, before anything is changed."""
+        """Everything that can be wrong on this rank, before anything is changed."""
         mine = sorted(self.marker.files)[self.peers.rank :: self.peers.world] if verify else []
         directory.check_files(self.path, self.marker, mine)
         if not (self.path / directory.DCP).is_dir():
@@ -132,13 +138,29 @@ class _Loader:
             raise SourceError(f"{self.path} was saved without an optimizer.", hint="Load it with optimizer=False.")
         self.found = collect(self.state, optimizer=False)
         problems = Problems()
-        shards.check_against(self.index.tensors, self.found.entries.values(), problems)
+        shards.check_against(self.index.tensors, self._held(), problems)
+        problems.raise_as(PlanError, f"{self.path} does not fit this model:")
+
+    def held_here(self) -> tuple[set[str], list[list[str]]]:
+        """What this rank has, by name: tensors, and the parameters of every group of the optimizer."""
+        names = self.found.entries.keys() | self.found.aliases.keys()
+        return names, grouped(self.state.optimizers, self.found)
+
+    def check_together(self, said: Sequence[tuple[set[str], list[list[str]]]]) -> None:
+        """What the ranks have together is all that was saved: each pipeline stage has a part of it."""
+        problems = Problems()
+        names = {name for held, _ in said for name in held}
         for name in sorted(self.index.tensors):
-            if name.startswith((MODEL, EXTRA)) and name not in self.found.entries.keys() | self.found.aliases.keys():
+            if name.startswith((MODEL, EXTRA)) and name not in names:
                 problems.add(name, "is in the saved state, and not in this model")
         problems.raise_as(PlanError, f"{self.path} does not fit this model:")
+        saved = self.trainer["optimizer"]
         if self.optimizer and saved is not None and self.state.optimizers:
-            self.restored.notes += check_optimizers(saved, self.state.optimizers, self.found)
+            groups = [groups for _, groups in said]
+            self.restored.notes += check_optimizers(saved, self.state.optimizers, groups)
+
+    def _held(self) -> list[Entry]:
+        return [*self.found.entries.values(), *self.found.again]
 
     def read(self) -> None:
         """Fill tensors, then what is no tensor."""
@@ -147,11 +169,11 @@ class _Loader:
             restore_optimizers(self.trainer["optimizer"], self.state.optimizers, self.found)
             self.found = collect(self.state)
             problems = Problems()
-            moments = [e for name, e in self.found.entries.items() if name.startswith(OPTIM)]
+            moments = [entry for entry in self._held() if entry.name.startswith(OPTIM)]
             shards.check_against(self.index.tensors, moments, problems)
             problems.raise_as(PlanError, f"The optimizer's state in {self.path} does not fit:")
             done.with_optimizer = True
-        done.bytes_read = shards.fill(self.index.tensors, self.found.entries.values(), self.limits)
+        done.bytes_read = shards.fill(self.index.tensors, self._held(), self.limits)
         if self.rng:
             self._random()
 

@@ -1,7 +1,8 @@
 """Save a training state: into a directory of another name, with a marker last, and one rename.
 
 `Saver(asynchronous=True)` copies this rank's boxes into host memory and lets training go on; a thread writes them, over
-a process group of its own. What goes wrong there is raised by the next `check`, `save` or `close`.
+a process group of its own, or (`process=True`) has a process write them. What goes wrong there is raised by the next
+`check`, `save` or `close`.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from ...converter.target import Options, side_config
 from ...converter.workdir import check_room, explained
 from ..ranks import peers_of
 from . import directory, shards
+from .beside import Beside
 from .directory import Marker, step_name
 from .entries import TrainState
 from .entries import collect as collect_entries
-from .extras import capture_optimizers, capture_rng
+from .extras import capture_optimizers, capture_rng, united
 from .shards import Key, Layout, Said
 
 LARGEST_SIDE_FILE = 64 * 1024 * 1024
@@ -77,12 +79,19 @@ class _Job:
 class Saver:
     """Saves one run's states. Made on every rank at the same time; its methods are called by all ranks alike.
 
+    asynchronous   write while training goes on
+    process        from a process of its own, which shares no interpreter with training
     keep_latest_k  states that stay under a root, at least 1; None: all. Older ones go when a newer one is complete
     timeout        how long a rank waits for the others
     """
 
     def __init__(
-        self, *, asynchronous: bool = False, keep_latest_k: int | None = None, timeout: timedelta | None = None
+        self,
+        *,
+        asynchronous: bool = False,
+        process: bool = False,
+        keep_latest_k: int | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         if keep_latest_k is not None and keep_latest_k < 1:
             raise TargetError(
@@ -96,6 +105,7 @@ class Saver:
         self._said: Said | None = None
         self._layout: Layout | None = None
         self._staged: dict[Key, torch.Tensor] = {}
+        self._beside = Beside() if asynchronous and process else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.seconds: dict[str, float] = {}
@@ -117,20 +127,24 @@ class Saver:
     def _save(self, state: TrainState, progress: Progress, target: Path, keep: int | None, *, optimizer: bool) -> None:
         self.wait()
         start = time.perf_counter()
-        job: _Job = None  # type: ignore[assignment]
+        what, here = f"Describing the state of step {progress.step}", list[Any]()
 
-        def describe() -> Said:
-            nonlocal job
+        def look() -> None:
             found = collect_entries(state, optimizer=optimizer)
-            regions = {Key(n, box): region for n, e in found.entries.items() for box, region in e.regions()}
             described = capture_optimizers(state.optimizers, found) if optimizer else None
-            texts = self._texts(state, progress, described)
-            rng = directory.json_bytes(capture_rng(state.rng), "the random states")
-            job = _Job(target, keep, Layout(), regions.__getitem__, rng, texts, progress.step)
-            return shards.say(found.entries, found.aliases)
+            here[:] = found, described, shards.say(found.entries, found.aliases)
 
-        job_said = self._describe(f"Describing the state of step {progress.step}", describe)
-        job.layout = self._lay_out(job_said)
+        def describe() -> None:
+            regions = {Key(n, box): region for n, e in here[0].entries.items() for box, region in e.regions()}
+            texts = self._texts(state, progress, united(everywhere))
+            rng = directory.json_bytes(capture_rng(state.rng), "the random states")
+            here.append(_Job(target, keep, Layout(), regions.__getitem__, rng, texts, progress.step))
+
+        self.peers.together(what, look)
+        everywhere = self.peers.exchange(here[1])
+        self.peers.together(what, describe)
+        job: _Job = here[-1]
+        job.layout = self._lay_out(here[2])
         self._together(job, "Beginning", lambda: self._begin(job))
         if not self.asynchronous:
             self._finish(job)
@@ -140,16 +154,6 @@ class Saver:
         self.seconds = {"blocked": time.perf_counter() - start}
         self._thread = threading.Thread(target=self._behind, args=(job,), name="areal-save")
         self._thread.start()
-
-    def _describe(self, what: str, action: Callable[[], Said]) -> Said:
-        said: Said = None  # type: ignore[assignment]
-
-        def act() -> None:
-            nonlocal said
-            said = action()
-
-        self.peers.together(what, act)
-        return said
 
     def _lay_out(self, said: Said) -> Layout:
         """The layout stays as long as all ranks hold what they held at the last save."""
@@ -196,6 +200,9 @@ class Saver:
 
     def _stage(self, job: _Job) -> None:
         """Copy what this rank writes into host memory; the memory is kept for the next save."""
+        if self._beside is not None:
+            self._beside.stage(job.layout, job.data_of)
+            return
         cuda = False
         for key, _, _ in job.layout.mine:
             region = job.data_of(key)
@@ -238,7 +245,8 @@ class Saver:
             files = {}
             if job.layout.mine:
                 name = f"{directory.DCP}/{shards.file_of(self.peers.rank)}"
-                files[name] = shards.write(job.partial / name, job.layout, job.data_of)
+                path, beside = job.partial / name, self._beside
+                files[name] = beside.write(path) if beside else shards.write(path, job.layout, job.data_of)
             name = f"{directory.RNG}/rank-{self.peers.rank:05d}.json"
             files[name] = directory.write_file(job.partial / name, job.rng)
             return files
@@ -291,6 +299,8 @@ class Saver:
             self.wait()
         finally:
             self._staged.clear()
+            if self._beside is not None:
+                self._beside.close()
             if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)
             self._group = None

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...converter.errors import ConfigError
-from ..sharded_optim import ShardedOptimizer, like, local
+from ..converter.errors import ConfigError
+from .sharded_optim import ShardedOptimizer, like, local
 
 
 class Offloader:

@@ -1,4 +1,4 @@
-"""Tensor parallelism for transformers' modules: DTensor parameters, plain tensors in between.
+"""Tensor parallelism, module by module: DTensor parameters, plain tensors in between.
 
 A style says how the parameters of one module are cut and what its forward does with its part. Parameters are DTensors
 on the tp mesh, so that FSDP, checkpoints and exports know which part a rank holds; computation takes the local parts
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ...converter.errors import MeshError, PlanError, Problems
-from ..collectives import copy_to, gather_rows, join_slices, reduce_from, scatter_sum, take_slice
-from ..token_logprobs import Vocabulary
+from ..converter.errors import PlanError, Problems
+from .collectives import copy_to, gather_rows, join_slices, scatter_sum
+from .token_logprobs import Vocabulary
 
 SEQUENCE = 1
 """The dimension of hidden states (batch, sequence, hidden) that is cut between blocks."""
@@ -82,7 +82,7 @@ def parallelize(model: nn.Module, plan: Plan, tp: TensorParallel) -> None:
         if style is not None:
             styles.append((name, module, style))
         elif any(True for _ in module.parameters(recurse=False)):
-            problems.add(name, f"no tensor-parallel style for a {type(module).__name__}", "add it to tp_plans.py")
+            problems.add(name, f"no tensor-parallel style for a {type(module).__name__}", "add it to the family's plan")
     problems.raise_as(PlanError, "The tensor-parallel plan does not cover the model:")
     aliases = _aliases(model)
     for name, module, style in styles:
@@ -118,6 +118,11 @@ def local(parameter: Tensor | None) -> Any:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+def product_of(layer: nn.Module) -> Callable[..., Tensor]:
+    """How a linear layer multiplies (input, weight, bias): `F.linear`, or what it was given as `product`."""
+    return getattr(layer, "product", F.linear)
+
+
 def wrap(module: nn.Module, before: Callable[[Tensor], Tensor], after: Callable[[Tensor], Tensor] | None) -> None:
     """Change the hidden states that go into a module's forward, and its result (the first of a tuple)."""
     inner = module.forward
@@ -145,7 +150,7 @@ class Colwise(Style):
         for key, _ in list(module.named_parameters(recurse=False)):
             shard(module, key, 0, tp)
         layer: Any = module
-        module.forward = lambda x: F.linear(x, local(layer.weight), local(layer.bias))
+        module.forward = lambda x: product_of(layer)(x, local(layer.weight), local(layer.bias))
 
 
 class Rowwise(Style):
@@ -156,7 +161,7 @@ class Rowwise(Style):
         layer: Any = module
 
         def forward(x: Tensor) -> Tensor:
-            y = tp.leave(F.linear(x, local(layer.weight)))
+            y = tp.leave(product_of(layer)(x, local(layer.weight)))
             return y if layer.bias is None else y + copy_to(layer.bias, tp.group)
 
         module.forward = forward
@@ -167,52 +172,6 @@ class Enter(Style):
 
     def apply(self, name: str, module: nn.Module, tp: TensorParallel) -> None:
         wrap(module, tp.enter, None)
-
-
-class SparseBlock(Style):
-    """A mixture of experts: the router sees the whole sequence, on every rank the same."""
-
-    def apply(self, name: str, module: nn.Module, tp: TensorParallel) -> None:
-        group = tp.group
-        wrap(module, lambda x: join_slices(x, SEQUENCE, group), lambda y: take_slice(y, SEQUENCE, group))
-
-
-class Experts(Style):
-    """Stacked experts (E, …) dealt to the ranks whole: rank r has experts r·E/tp … (r+1)·E/tp.
-
-    A fused gate|up cannot be cut along its rows without cutting the gate from the up; whole experts keep every box
-    contiguous. All ranks see all tokens; those of other ranks' experts are skipped, results are summed.
-    """
-
-    def apply(self, name: str, module: nn.Module, tp: TensorParallel) -> None:
-        held: Any = module
-        if held.num_experts % tp.size:
-            raise MeshError(
-                f"{name}: {held.num_experts} experts do not divide among {tp.size} tensor-parallel ranks.",
-                hint="Use a tensor_parallel_size that divides the number of experts.",
-            )
-        here = held.num_experts // tp.size
-        for key, _ in list(module.named_parameters(recurse=False)):
-            shard(module, key, 0, tp)
-        held.num_experts = here
-        held._is_expert_parallel = True  # transformers' own experts skip rows marked with the number `here`
-        inner, first = module.forward, here * tp.rank
-
-        def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            index = top_k_index - first
-            mine = (index >= 0) & (index < here)
-            weights = torch.where(mine, copy_to(top_k_weights, tp.group), 0.0)
-            index = torch.where(mine, index, here)
-            x = copy_to(hidden_states, tp.group)
-            with local_parameters(module) as parts:
-                y = inner(x, index, weights)
-            if torch.is_grad_enabled() and held.config._experts_implementation == "eager" and not mine.any():
-                # None of this rank's experts was asked for. The others still wait for it: to sum what goes back into
-                # the inputs, and, in FSDP, to reduce the gradients of the parameters.
-                y = y + sum(part.sum() for part in (x, weights, *parts)) * 0.0
-            return reduce_from(y, tp.group)
-
-        module.forward = forward
 
 
 class VocabEmbedding(Style):

@@ -1,4 +1,4 @@
-"""The optimizer of an FSDPEngine and its learning rate, from the configuration."""
+"""The optimizer of an engine with sharded parameters, from the configuration."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..api.configs import FSDPEngineConfig, OptimizerConfig, TrainEngineConfig
-from ..sharded_optim import SGD, AdamW, AdamWKahan, ShardedOptimizer, Streaming
+from .api.configs import OptimizerConfig, TrainEngineConfig
+from .sharded_optim import SGD, AdamW, AdamWKahan, ShardedOptimizer, Streaming
 
 
 def stored_dtype(config: TrainEngineConfig) -> torch.dtype:
@@ -20,17 +20,15 @@ def stored_dtype(config: TrainEngineConfig) -> torch.dtype:
 
 def make_optimizer(
     config: OptimizerConfig,
-    fsdp: FSDPEngineConfig,
     named: Mapping[str, Tensor],
-    blocks: Sequence[str],
-    device: torch.device,
+    blocks: Sequence[str] = (),
+    streaming: Streaming | None = None,
 ) -> ShardedOptimizer:
-    """All trainable parameters, one group. `blocks` are the names of the layers that `per_layer_optim_step` goes by."""
+    """All trainable parameters, one group. `blocks` are the names of the layers that `streaming` goes by."""
     named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     if config.type == "sgd":
         return SGD(named, lr=config.lr, momentum=config.beta1, weight_decay=config.weight_decay)
     kind = AdamWKahan if config.type == "adam_bf16" else AdamW
-    streaming = Streaming(device, fsdp.optim_step_prefetch_layers) if fsdp.per_layer_optim_step else None
     return kind(
         named,
         lr=config.lr,
