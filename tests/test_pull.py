@@ -272,7 +272,7 @@ def test_what_was_begun_is_finished_though_main_moves(
     how: dict[str, Any], hub: HubServer, source: Path, tmp_path: Path
 ) -> None:
     begun = hub.add_repo("org/m", source)
-    hub.fault("cdn", after=6, status=403)
+    hub.fault("cdn", after=6, status=403, delay=1.0)  # what came before is on the disk by then
     with pytest.raises(Unreachable, match="--resume"):
         pull("org/m", "out", **how)
     assert partial_of(tmp_path / "out").is_dir()

@@ -229,7 +229,7 @@ def test_a_hub_that_says_nothing_can_be_aborted() -> None:
 
 
 def test_a_join_that_nobody_meets(unused_tcp_port: int) -> None:
-    with served(timeout=3.0) as (url, receiver):
+    with served(timeout=15.0) as (url, receiver):
         sink = ProtocolSink(Client(url), HUB)
         sink.lease(HUB, 30)
         sink.run = "run"

@@ -21,7 +21,7 @@ class Decider:
     notes: list[str]
 
     def decide(self, members: Sequence[Member], epoch: int, version: int, root: str) -> None:
-        """The journal's entry. When it is on disk there is no way back."""
+        """The journal's entry. Once on disk, whoever comes next completes it, unless `abort` was written after."""
         self.journal.commit(epoch, version, root, [m.url for m in members])
 
     def commit(
@@ -96,12 +96,18 @@ class Decider:
         return said
 
     def abort(self, members: Sequence[Member], version: int | None, reason: str) -> dict[str, ConvertError]:
-        """Back to the old version everywhere, as far as the servers answer; the others' leases run out."""
-        _, failed = each(members, lambda m: m.sink.abort(version, reason))
-        for member in members:
-            member.joined = None
-        if version is not None:
-            self.journal.abort(version, reason)
+        """Back to the old version everywhere, as far as the servers answer; the others' leases run out.
+
+        The journal hears of it first: a hub that dies between the two must not leave a decision that no server can
+        carry out any more (a rank that fails while the first one journals calls off what nobody has been told).
+        """
+        try:
+            if version is not None:
+                self.journal.abort(version, reason)
+        finally:
+            _, failed = each(members, lambda m: m.sink.abort(version, reason))
+            for member in members:
+                member.joined = None
         return failed
 
     def diagnose(self, members: Sequence[Member]) -> dict[str, str]:

@@ -282,8 +282,9 @@ class LiveSource:
         """The module, state dict or list as it is now."""
         return self._source() if _is_function(self._source) else self._source
 
-    def _views(self, live: Live) -> dict[str, list[tuple[Box, torch.Tensor]]]:
-        """This rank's part of the first copy of every atom: boxes, and strided views of the memory."""
+    def _views(self, live: Live) -> dict[str, list[tuple[Box, torch.Tensor, Array | None]]]:
+        """This rank's part of the first copy of every atom: boxes, and strided views of the memory; in the CPU's memory
+        the raw bits of it, too, which numpy copies on one core: torch's threads would fight the wire's for cores."""
         import torch
 
         me = f"rank {self._peers.rank}"
@@ -293,14 +294,14 @@ class LiveSource:
             for slot in slots
             if slot.buffer.file == me
         }
-        found: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+        found: dict[str, list[tuple[Box, torch.Tensor, Array | None]]] = {}
         for key in live.given:
             own = live.own[key]
             for name, slot in slots_of(own, key.box):
                 if (name, slot.box, own.named.name) in mine:
                     at = own.memory.storage_offset() + slot.offset
                     view = torch.as_strided(own.memory, slot.box.sizes, slot.strides, at)
-                    found.setdefault(name, []).append((slot.box, view))
+                    found.setdefault(name, []).append((slot.box, view, _raw(view)))
         return found
 
     def senders(self) -> list[list[AtomBox]]:
@@ -315,8 +316,12 @@ class LiveSource:
     def read(self, atom: str, box: Box, dtype: str, out: Array) -> None:
         import torch
 
-        for outer, view in self._own.get(atom, ()):
+        for outer, view, raw in self._own.get(atom, ()):
             if _holds(outer, box):
+                if raw is not None and dtype == self.dtypes[atom]:
+                    part = raw if outer == box else _inside(raw, outer, box)
+                    out.view(raw.dtype).reshape(box.sizes)[...] = part
+                    return
                 target = torch.from_numpy(out).view(getattr(torch, BY_NAME[dtype].torch)).view(box.sizes)
                 target.copy_(view if outer == box else _part(view, outer, box))
                 return
@@ -326,6 +331,16 @@ class LiveSource:
 
     def close(self) -> None:
         self._own = {}
+
+
+def _raw(view: torch.Tensor) -> Array | None:
+    """The bits of a tensor in the CPU's memory, without a copy; None where they are elsewhere."""
+    import torch
+
+    if view.device.type != "cpu":
+        return None
+    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return view.detach().view(signed[view.element_size()]).numpy().view(bits(view.element_size()))
 
 
 def _holds(outer: Box, box: Box) -> bool:
