@@ -107,7 +107,8 @@ def serve(model: str, answer: Any) -> None:
     receiver = Receiver(state, open_checkpoint(model).config)
     app = FastAPI()
     app.include_router(router(receiver))
-    sock = socket.socket()
+    # As the embedded server's: asyncio sets TCP_NODELAY only where the protocol is named.
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.bind(("127.0.0.1", 0))
     sock.listen()  # whoever knows the URL may connect, and is heard when uvicorn is up
     answer.send(f"http://127.0.0.1:{sock.getsockname()[1]}")

@@ -234,7 +234,8 @@ async def _http(_: Request, error: Exception) -> Response:
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises ConfigError when the address is taken or not this machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # Named: asyncio sends at once (TCP_NODELAY) only on sockets that say so, and an answer would wait 40 ms for an ACK.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
