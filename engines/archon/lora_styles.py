@@ -7,7 +7,6 @@ do its adapters, and all their gradients are summed.
 
 from __future__ import annotations
 
-import fnmatch
 from typing import Any
 
 import torch.nn.functional as F
@@ -15,21 +14,14 @@ from torch import Tensor, nn
 
 from ...converter.errors import PlanError
 from ..collectives import copy_to
-from ..fsdp.lora_styles import AdaptedColwise, AdaptedHead
-from ..lora import is_lora_layer
-from ..tensor_parallel import Colwise, Norm, Plan, Style, TensorParallel, VocabHead, Whole, local, shard
+from ..fsdp.lora_styles import AdaptedColwise, AdaptedHead, adapted
+from ..tensor_parallel import Colwise, Norm, Plan, Style, TensorParallel, VocabHead, local, shard
 from .tensor_parallel import Inputs
 
 
 def with_adapters(model: nn.Module, plan: Plan) -> Plan:
     """The plan for a stage with adapters in it: itself, when there are none."""
-    own: dict[str, Style] = {}
-    for name, module in model.named_modules():
-        if is_lora_layer(module):
-            style = next((s for pattern, s in plan.items() if fnmatch.fnmatchcase(name, pattern)), None)
-            own[name] = _style(name, style)
-    inside: dict[str, Style] = {"*.base_layer": Whole(), "*.lora_[AB].*": Whole()} if own else {}
-    return {**inside, **own, **plan}
+    return adapted(model, plan, _style)
 
 
 def _style(name: str, style: Style | None) -> Style:

@@ -14,6 +14,7 @@ partial sum as W x is, and goes into the same reduce-scatter.
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -27,11 +28,17 @@ from ..tensor_parallel import Colwise, Plan, Rowwise, Style, TensorParallel, Voc
 
 def with_adapters(model: nn.Module, plan: Plan) -> Plan:
     """The plan for a model with adapters in it: itself, when there are none."""
+    return adapted(model, plan, _style)
+
+
+def adapted(model: nn.Module, plan: Plan, style_of: Callable[[str, Style | None], Style]) -> Plan:
+    """A plan in which every layer with adapters has what `style_of` gives for its name and the style that it would have
+    had without them."""
     own: dict[str, Style] = {}
     for name, module in model.named_modules():
         if is_lora_layer(module):
             style = next((s for pattern, s in plan.items() if fnmatch.fnmatchcase(name, pattern)), None)
-            own[name] = _style(name, style)
+            own[name] = style_of(name, style)
     inside: dict[str, Style] = {"*.base_layer": Whole(), "*.lora_[AB].*": Whole()} if own else {}
     return {**inside, **own, **plan}
 
