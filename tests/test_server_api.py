@@ -210,6 +210,10 @@ BAD: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"prompt": [5], "max_tokens": 151}, 400, "at most 150", "max_tokens"),
     ({"prompt": [5], "max_tokens": 0}, 400, "nothing to answer", "max_tokens"),
     ({"prompt": [5], "stop": [""]}, 400, "empty text", "stop"),
+    ({"prompt": [5], "stop_token_ids": [1003], "min_tokens": 1}, 400, "Token 1003 is not", "stop_token_ids"),
+    ({"prompt": [5], "stop_token_ids": list(range(1003)), "min_tokens": 1}, 400, "end the answer", "stop_token_ids"),
+    ({"prompt": [5], "temperature": 1e300}, 400, "temperature", "temperature"),
+    ({"prompt": "\ud800"}, 400, "no Unicode", "prompt"),
     ({"prompt": [5], "model": "other"}, 404, "Models: policy", "model"),
     ({"prompt": [5], "min_weight_version": 4}, 409, "at least 4", None),
     ({"prompt": [5], "weight_version": 2}, 409, "exactly 2", None),
@@ -228,6 +232,12 @@ def test_requests_that_are_refused(
     assert error["retryable"] == (status in (409, 429)) and error["code"] and error["type"].endswith("_error")
     if status == 409:
         assert (error["code"], error["current"]) == ("weight_version", 3)
+
+
+def test_a_temperature_close_to_0_is_0(server: RunningServer) -> None:
+    """Divided by it the logits would be no numbers, and the whole batch would fail."""
+    rows = [complete(server, prompt=[5, 6], max_tokens=6, temperature=t)["choices"] for t in (0, 1e-300)]
+    assert rows[0][0]["text"] == rows[1][0]["text"]
 
 
 def test_versions_that_are_demanded_by_header(server: RunningServer) -> None:

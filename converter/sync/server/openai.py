@@ -81,7 +81,15 @@ class Answering:
         self._loop = asyncio.get_running_loop()
 
     def add(self, prompt: Sequence[int], sampling: Sampling, demand: Demand, adapter: Adapter | None, n: int) -> None:
-        """`n` sequences with one prompt."""
+        """`n` sequences with one prompt. Raises RequestRefused for ends that would fail the batch that they are in."""
+        vocabulary = self.service.vocabulary
+        beyond = next((token for token in sampling.stop_ids if token >= vocabulary), None)
+        if beyond is not None:
+            what = f"Token {beyond} is not in the vocabulary of {vocabulary}."
+            raise RequestRefused("invalid_request", what, param="stop_token_ids")
+        if len(sampling.stop_ids) > vocabulary // 2:
+            what = f"{len(sampling.stop_ids)} of {vocabulary} tokens end the answer; half of them at most may."
+            raise RequestRefused("invalid_request", what, param="stop_token_ids")
         for _ in range(n):
             detokenizer = None
             if self.service.text.tokenizer is not None:

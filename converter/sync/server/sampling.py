@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     import torch
 
 
+COLDEST = 1e-5
+"""Below it a temperature is 0: dividing by less would leave the numbers of fp32, and fail the whole batch."""
+
+
 def choose(
     sequences: Sequence[Sequence_], logits: torch.Tensor, eos: Sequence[int] = ()
 ) -> list[tuple[int, Chosen | None]]:
@@ -23,7 +27,7 @@ def choose(
         how = sequence.sampling
         own = logits[row]
         scores = _adjusted(sequence, own, eos)
-        if how.temperature == 0:
+        if how.temperature < COLDEST:
             token = greedy[row] if scores is own else int(scores.argmax())
         else:
             token = _draw(sequence, scores)

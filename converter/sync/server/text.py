@@ -17,8 +17,14 @@ class Text:
         self.tokenizer = tokenizer
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Raises RequestRefused where there is no tokenizer."""
-        return list(self._need("The prompt is a text").encode(text, add_special_tokens=special))
+        """Raises RequestRefused where there is no tokenizer, and for half of a surrogate pair, which is no text."""
+        tokenizer = self._need("The prompt is a text")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            what = f"The text is no Unicode: {error.reason} at character {error.start}."
+            raise RequestRefused("invalid_request", what, param="prompt") from None
+        return list(tokenizer.encode(text, add_special_tokens=special))
 
     def chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
         """The tokens of a conversation, up to where the assistant speaks. Raises RequestRefused."""
