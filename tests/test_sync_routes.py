@@ -250,6 +250,17 @@ def test_a_join_that_nobody_meets(unused_tcp_port: int) -> None:
 # ------------------------------------------------------------------------------------------------ who may, and how
 
 
+def test_a_page_in_a_browser_may_not_push() -> None:
+    """A site somewhere posts to a server on loopback, without a preflight (text/plain), as its visitor's browser."""
+    with served() as (url, receiver):
+        page = {"origin": "https://example.org", "content-type": "text/plain"}
+        body = '{"hub": "page", "ttl": 30}'
+        error_of(requests.post(f"{url}/ws/lease", data=body, headers=page, timeout=5), 403, "browser")
+        assert receiver.status()["lease"] is None
+        for name in ("status", "layout", "digests"):
+            error_of(requests.get(f"{url}/ws/{name}", headers={"origin": "null"}, timeout=5), 403, "browser")
+
+
 def test_tokens() -> None:
     def check(token: str) -> str | None:
         return None if token == "new" else "it expired yesterday" if token == "old" else "nobody knows it"

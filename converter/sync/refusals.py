@@ -10,6 +10,7 @@ from ..errors import ConvertError, Problem, Problems
 STATUS: dict[str, int] = {
     "unauthorized": 401,
     "expired_token": 401,
+    "browser": 403,
     "not_found": 404,
     "too_large": 413,
     "bad_request": 422,

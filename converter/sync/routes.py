@@ -117,7 +117,7 @@ class _Serve:
     ) -> Response:
         """Read the body, and have the method called with it in a thread."""
         try:
-            self._check_token(request)
+            self._check_caller(request)
             data = await _body(request, limit)
         except Refused as refused:
             return _refusal(refused)
@@ -126,7 +126,7 @@ class _Serve:
     async def answer(self, request: Request, work: Work, *, lane: str = "control") -> Response:
         limiter = self._limiters.setdefault(lane, CapacityLimiter(THREADS[lane]))
         try:
-            self._check_token(request)
+            self._check_caller(request)
             return JSONResponse(await run_sync(work, limiter=limiter))
         except Refused as refused:
             return _refusal(refused)
@@ -137,7 +137,12 @@ class _Serve:
             text = f"{request.method} {request.url.path} failed: {type(error).__name__}: {error}"
             return _refusal(Refused("internal", text, hint="This is a fault of the server; its log has more."))
 
-    def _check_token(self, request: Request) -> None:
+    def _check_caller(self, request: Request) -> None:
+        """The token, where there is one; and no page in a browser. Any web site may have a browser on this machine post
+        here, and need not read the answers to push weights; browsers say where a page is from, hubs do not."""
+        if (origin := request.headers.get("origin")) is not None:
+            what = f"A page of {origin[:100]} asks; the sync protocol is not spoken with browsers."
+            raise Refused("browser", what, hint="Leave the header Origin out.")
         wanted = self.receiver.token
         if wanted is None:
             return
