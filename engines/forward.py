@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ..converter.errors import SourceError
 from .collectives import join_slices
@@ -69,7 +71,7 @@ class Forward:
 
         Raises SourceError for a token that the model does not have; a part of an embedding would give nothing for it.
         """
-        self._check(batch["input_ids"])
+        check_tokens(batch["input_ids"], self.size)
         batch = {name: _moved(value, self.device) for name, value in batch.items()}
         ids = batch["input_ids"]
         total = self.padded(ids.shape[0]) if total is None else total
@@ -81,15 +83,6 @@ class Forward:
         packing = Packing(bounds, inputs["cu_seqlens"], self.attention, self.sp_group, self.stream, real)
         ids, labels, positions = (self._slice(x) for x in (inputs["input_ids"], labels, position_ids(inputs)))
         return Rows(batch, ids, labels, positions, packing, total)
-
-    def _check(self, ids: Tensor) -> None:
-        odd = ids[(ids < 0) | (ids >= self.size)]
-        if odd.numel():
-            raise SourceError(
-                f"input_ids: {odd.numel()} tokens are not in the model's vocabulary of {self.size}, {int(odd[0])} for "
-                "one.",
-                hint="The tokenizer is that of another model.",
-            )
 
     def logprobs(self, logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """(T,) log-probability of the next token, 0 at the end of a sequence, and (T,) entropy; on every rank."""
@@ -112,6 +105,16 @@ class Forward:
         return x.chunk(self.sp_group.size())[self.sp_group.rank()]
 
 
+def check_tokens(ids: Tensor, size: int) -> None:
+    """Raise SourceError unless all are in the vocabulary of a model that has so many."""
+    odd = ids[(ids < 0) | (ids >= size)]
+    if odd.numel():
+        raise SourceError(
+            f"input_ids: {odd.numel()} tokens are not in the model's vocabulary of {size}, {int(odd[0])} for one.",
+            hint="The tokenizer is that of another model.",
+        )
+
+
 def resized(row: Tensor, length: int) -> Tensor:
     """Cut, or filled up with zeros."""
     return row[:length] if length <= len(row) else torch.cat([row, row.new_zeros(length - len(row))])
@@ -119,3 +122,10 @@ def resized(row: Tensor, length: int) -> Tensor:
 
 def _moved(value: Any, device: torch.device) -> Any:
     return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+
+def reshard(parts: Iterable[nn.Module]) -> None:
+    """Give gathered parameters back: without a backward pass nobody does it for units that stay gathered."""
+    for module in (module for part in parts for module in part.modules()):
+        if isinstance(module, FSDPModule):
+            module.reshard()

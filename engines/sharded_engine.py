@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from ..converter.errors import ConfigError, SourceError
+from ..converter.errors import ConfigError
 from .api.base import TrainEngine, made
 from .api.checks import check
 from .api.configs import ParallelStrategy, TrainEngineConfig
-from .data.batches import Batch, MicroBatches, concatenate, pack, split
-from .forward import Forward, Rows, resized
+from .data.batches import Batch, MicroBatches, fewest, joined, split_into
+from .forward import Forward, Rows, reshard, resized
 from .grad_norm import agreed, clip, gradient_norm
 from .launching import device_of, start
 from .offload import Offloader
 from .optim import make_optimizer
 from .schedule import Schedule
+from .together import Together, check_weight, nothing_of
 from .weights import open_model
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from .api.base import LossFn, LossWeightFn
     from .api.metas import FinetuneSpec, SaveLoadMeta
     from .sharded_optim import ShardedOptimizer, Streaming
+
+Process = Callable[[Tensor, dict[str, Any]], Tensor | None]
+"""Logits of a micro-batch and its context → what is backpropagated, if anything."""
 
 
 class ShardedEngine(TrainEngine):
@@ -52,6 +55,7 @@ class ShardedEngine(TrainEngine):
         self._forward: Forward | None = None
         self._offloader: Offloader | None = None
         self._cpu_group: dist.ProcessGroup | None = None
+        self._together: Together | None = None
         self._owns_group = False
 
     # -------------------------------------------------------------------------------------------- what an engine says
@@ -108,6 +112,7 @@ class ShardedEngine(TrainEngine):
         self._make_mesh(strategy)
         group: Any = dist.new_group(backend="gloo")
         self._cpu_group = group
+        self._together = Together(self.device, group)
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         name, config = type(self).__name__, self.config
@@ -126,7 +131,7 @@ class ShardedEngine(TrainEngine):
         self._disconnect()
         self.lora = None
         self._parts = []
-        self._forward = self.optimizer = self._offloader = self._cpu_group = None
+        self._forward = self.optimizer = self._offloader = self._cpu_group = self._together = None
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
@@ -177,17 +182,19 @@ class ShardedEngine(TrainEngine):
     ) -> dict[str, float]:
         self._optimizer()
         self.optimizer_zero_grad()
-        parts = self._split(input_)
-        loss = self._run(parts, loss_fn, loss_weight_fn, forward_only=False)
-        stats = self.optimizer_step()
+        with made(self._together).working():
+            parts = self._split(input_)
+            loss = self._run(parts, loss_fn, loss_weight_fn, forward_only=False)
+            stats = self.optimizer_step()
         return {**stats, "num_micro_batches": float(len(parts)), "loss": loss}
 
     @torch.no_grad()
     def eval_batch(
         self, input_: list[Batch] | Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn
     ) -> torch.Tensor | None:
-        parts = self._split(input_, forward_only=True)
-        return torch.tensor(self._run(parts, loss_fn, loss_weight_fn, forward_only=True))
+        with made(self._together).working():
+            parts = self._split(input_, forward_only=True)
+            return torch.tensor(self._run(parts, loss_fn, loss_weight_fn, forward_only=True))
 
     @torch.no_grad()
     def forward_batch(
@@ -196,7 +203,6 @@ class ShardedEngine(TrainEngine):
         output_seqlens: list[int] | None = None,
         aggregate_fn: Callable[[list[torch.Tensor]], torch.Tensor] | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
-        parts = self._split(input_, forward_only=True)
         found: dict[int, Tensor] = {}
 
         def keep(logits: Tensor, ctx: dict[str, Any]) -> None:
@@ -205,8 +211,10 @@ class ShardedEngine(TrainEngine):
             of_tokens = forward.values(logits, rows) if self.config.is_critic else forward.logprobs(logits, rows)[0]
             found[ctx["number"]] = of_tokens
 
-        self.forward_backward_batch(parts.parts, keep, forward_only=True)
-        outputs = self._everywhere(found, [int(part["cu_seqlens"][-1]) for part in parts.parts])
+        with made(self._together).working():
+            parts = self._split(input_, forward_only=True)
+            self._through_all(parts.parts, keep, forward_only=True)
+            outputs = self._everywhere(found, [int(part["cu_seqlens"][-1]) for part in parts.parts])
         lengths = {item: length for part, order in zip(parts.parts, parts.order, strict=True)
                    for item, length in zip(order, part["cu_seqlens"].diff().tolist(), strict=False)}  # fmt: skip
         rows = parts.restore(outputs).split([lengths[i] for i in sorted(lengths)])
@@ -223,15 +231,44 @@ class ShardedEngine(TrainEngine):
         """As the base class has it. Under tensor and sequence parallelism `logits` are this rank's slice of the
         vocabulary and of the tokens; `ctx` has `number` (of the micro-batch), `batch`, `rows` (see `forward.Rows`),
         `vocabulary` and `forward`, whose `logprobs(logits, rows)` gives whole log-probabilities on every rank."""
+        together = made(self._together)
+        with together.working():
+            self._through_all(mb_list, together.held(process_output_fn), forward_only=forward_only)
+
+    def _through_all(self, batches: Iterable[Batch], process: Process, *, forward_only: bool) -> None:
+        """`forward_backward_batch` with a `process` that holds back what its user raises. Collective.
+
+        Raises on every rank what went wrong on any: there are no gradients then, and the experts' counts begin anew.
+        """
+        together = made(self._together)
+        rows: list[Rows] = []
+        with together.holding():
+            made(self._offloader).check_here()
+            rows = self._rows(list(batches), forward_only)
+        together.same_number(len(rows))
+        self._passes(rows, process, forward_only)
+        try:
+            together.meet()
+        except Exception:
+            if not forward_only:
+                self.optimizer_zero_grad()
+                self._stepped(fine=False)
+            raise
+
+    def _rows(self, batches: Sequence[Batch], forward_only: bool) -> list[Rows]:
+        """Micro-batches as this rank has them. Not collective."""
         forward = made(self._forward)
-        made(self._offloader).check_here()
-        for number, batch in enumerate(mb_list):
-            rows = forward.rows(batch)
+        return [forward.rows(batch) for batch in batches]
+
+    def _passes(self, rows: Sequence[Rows], process: Process, forward_only: bool) -> None:
+        """All of them through the model, forward and backward."""
+        for number, one in enumerate(rows):
             with torch.set_grad_enabled(not forward_only):
-                logits, extra = self._through(rows)
-                loss = process_output_fn(logits, {**self._context(number, rows), **extra})
-            if loss is not None and not forward_only:
-                loss.backward()
+                logits, extra = self._through(one)
+                loss = process(logits, {**self._context(number, one), **extra})
+            if not forward_only:
+                # Without a loss there are the same collectives, and no gradient.
+                (nothing_of(logits) if loss is None else loss).backward()
         if forward_only:
             reshard(self.parts)
 
@@ -241,22 +278,23 @@ class ShardedEngine(TrainEngine):
 
     def _context(self, number: int, rows: Rows) -> dict[str, Any]:
         forward = made(self._forward)
-        return {
-            "number": number,
-            "batch": rows.batch,
-            "rows": rows,
-            "vocabulary": forward.vocabulary,
-            "forward": forward,
-        }
+        vocabulary = forward.vocabulary
+        return {"number": number, "batch": rows.batch, "rows": rows, "vocabulary": vocabulary, "forward": forward}
 
     def _split(self, input_: list[Batch] | Batch, *, forward_only: bool = False) -> MicroBatches:
-        """Micro-batches, as many as on the data-parallel rank that needs most."""
-        batch = concatenate([pack(b) for b in input_]) if isinstance(input_, list) else pack(input_)
-        spec: Any = self.config.mb_spec
-        return split(batch, spec, lambda number: self._number(number, forward_only))
+        """Micro-batches, as many as on the data-parallel rank that needs most. Collective."""
+        together, spec = made(self._together), self.config.mb_spec
+        batch, wanted = {}, 0
+        with together.holding():
+            batch = joined(input_)
+            wanted = fewest(batch, spec)
+        (most,) = together.meet(wanted)
+        together.same_batch(batch, self.context_and_model_parallel_group)
+        return split_into(batch, spec, self._number(int(most), forward_only))
 
     def _number(self, wanted: int, forward_only: bool) -> int:
-        return int(self._reduced(float(wanted), dist.ReduceOp.MAX))
+        """How many micro-batches to make where `wanted` would do."""
+        return wanted
 
     def _reduced(self, value: float, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> float:
         """Over the data-parallel ranks."""
@@ -277,26 +315,26 @@ class ShardedEngine(TrainEngine):
     def _run(self, parts: MicroBatches, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *, forward_only: bool) -> float:
         """Forward (and backward) of all micro-batches; the weighted loss of the global batch.
 
-        Raises SourceError when nothing in the global batch counts.
+        Raises SourceError when nothing in the global batch counts, or a weight is not finite.
         """
-        weights = [float(loss_weight_fn(part)) for part in parts.parts]
-        total = self._reduced(sum(weights))
-        if not total > 0:
-            raise SourceError(f"The batch's loss weights sum to {total}: no token of it is a target.")
+        together, weights = made(self._together), [0.0]
+        with together.holding():
+            weights = [float(loss_weight_fn(part)) for part in parts.parts]
+        # Those with the same data count once.
+        (total,) = together.meet(sum(weights) if self.is_data_parallel_head() else 0.0, op=dist.ReduceOp.SUM)
+        check_weight(total)
         losses: list[Tensor] = []
 
         def process(logits: Tensor, ctx: dict[str, Any]) -> Tensor:
             rows: Rows = ctx["rows"]
             forward: Forward = ctx["forward"]
             share = weights[ctx["number"]] / total
-            if self.config.is_critic:
-                loss = loss_fn(forward.values(logits, rows), rows.batch)
-            else:
-                loss = loss_fn(*forward.logprobs(logits, rows), rows.batch)
+            values = (forward.values(logits, rows),) if self.config.is_critic else forward.logprobs(logits, rows)
+            loss = together.loss(loss_fn, *values, rows.batch)
             losses.append(loss.detach().double() * share)
             return self._plus(loss, ctx) * (share * self._loss_factor)
 
-        self.forward_backward_batch(parts.parts, process, forward_only)
+        self._through_all(parts.parts, process, forward_only=forward_only)
         return self._reduced(self._summed(losses))
 
     def optimizer_zero_grad(self) -> None:
@@ -353,15 +391,9 @@ class ShardedEngine(TrainEngine):
             held = self.parts if self.lora is None else self.lora.merged()
             save_hf(held, meta, checkpoint, group=self.cpu_group, naming=self._naming)
             return
-        from .state.saving import Progress, Saver
-        from .states import state_of
+        from .states import save_state
 
-        saver = Saver()
-        progress = Progress(version=self.get_version(), schedule={"step": self.lr_step}, seed=self.config.seed)
-        try:
-            saver.save(state_of(self), progress, meta.path, optimizer=meta.with_optim)
-        finally:
-            saver.close()
+        save_state(self, meta)
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "hf":
@@ -370,17 +402,6 @@ class ShardedEngine(TrainEngine):
                 return
             self._load(open_model(meta.path))
             return
-        from .state.loading import load
-        from .states import state_of
+        from .states import load_state
 
-        restored = load(state_of(self), meta.path, optimizer=meta.with_optim, rng=meta.with_optim)
-        if meta.with_optim:
-            self.lr_step = int(restored.progress.schedule["step"])
-        self.set_version(restored.progress.version)
-
-
-def reshard(parts: Iterable[nn.Module]) -> None:
-    """Give gathered parameters back: without a backward pass nobody does it for units that stay gathered."""
-    for module in (module for part in parts for module in part.modules()):
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        load_state(self, meta)

@@ -17,8 +17,9 @@ from .state.saving import Progress, Saver
 
 if TYPE_CHECKING:
     from .api.base import TrainEngine
+    from .api.metas import SaveLoadMeta
 
-__all__ = ["RunStates", "state_of"]
+__all__ = ["RunStates", "load_state", "save_state", "state_of"]
 
 
 def state_of(engine: Any) -> TrainState:
@@ -79,6 +80,24 @@ def _flat(tree: Any, name: str = "") -> dict[str, Any]:
     if not isinstance(tree, Mapping):
         return {name: tree}
     return {key: v for k, sub in tree.items() for key, v in _flat(sub, f"{name}.{k}" if name else str(k)).items()}
+
+
+def save_state(engine: Any, meta: SaveLoadMeta) -> None:
+    """`engine.save(meta)` of a training state: into this very directory, complete when it returns."""
+    saver = Saver()
+    progress = Progress(version=engine.get_version(), schedule={"step": engine.lr_step}, seed=engine.config.seed)
+    try:
+        saver.save(state_of(engine), progress, meta.path, optimizer=meta.with_optim)
+    finally:
+        saver.close()
+
+
+def load_state(engine: Any, meta: SaveLoadMeta) -> None:
+    """`engine.load(meta)` of a training state: on any topology."""
+    restored = load(state_of(engine), meta.path, optimizer=meta.with_optim, rng=meta.with_optim)
+    if meta.with_optim:
+        engine.lr_step = int(restored.progress.schedule["step"])
+    engine.set_version(restored.progress.version)
 
 
 class RunStates:

@@ -234,7 +234,7 @@ def vocabulary(rows: int, tp: TensorParallel | None) -> Vocabulary:
         return Vocabulary(0, rows)
     step = -(-rows // tp.size)
     start = min(step * tp.rank, rows)
-    return Vocabulary(start, min(step, rows - start), tp.group)
+    return Vocabulary(start, min(step, rows - start), tp.group, step)
 
 
 @contextmanager

@@ -19,11 +19,15 @@ _CACHED = 1 << 17
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Which columns of the logits are here: `size` of them from `start`, the rest on the other ranks of `group`."""
+    """Which columns of the logits are here: `size` of them from `start`, the rest on the other ranks of `group`.
+
+    widest  columns of the rank that has most: by it, and not by their own, ranks know how many rows they take at a time
+    """
 
     start: int = 0
     size: int = -1
     group: dist.ProcessGroup | None = None
+    widest: int = 0
 
 
 def next_tokens(input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -72,7 +76,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, vocabulary: Vocabulary, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        rows = _rows(logits, chunk)
+        rows = _rows(logits, vocabulary, chunk)
         found = [
             _forward_rows(x, y, vocabulary, temperature)
             for x, y in zip(logits.split(rows), labels.split(rows), strict=True)
@@ -108,10 +112,12 @@ class _TokenLogprobs(torch.autograd.Function):
         return result, None, None, None, None, None
 
 
-def _rows(logits: Tensor, chunk: int) -> int:
-    """Rows at a time: on the CPU no more than stay in its cache from one pass to the next."""
-    if logits.device.type == "cpu":
-        chunk = min(chunk, _CACHED // max(1, logits.shape[1]))
+def _rows(logits: Tensor, vocabulary: Vocabulary, chunk: int) -> int:
+    """Rows at a time, the same number on all ranks of the group: on the CPU no more than stay in its cache from one
+    pass to the next."""
+    width = logits.shape[1] if vocabulary.group is None else vocabulary.widest
+    if logits.device.type == "cpu" and width:
+        chunk = min(chunk, _CACHED // width)
     return max(1, chunk)
 
 

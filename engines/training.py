@@ -40,7 +40,7 @@ from .profiling import ProfilerWindow
 from .run_lock import only_run_in
 from .states import RunStates
 from .tracking import Console, JsonLines, TensorBoard, Trackers, WeightsAndBiases
-from .watchdog import Watchdog
+from .watchdog import Watchdog, shared_store
 
 __all__ = ["Prepared", "check_engine", "make_engine", "prepare", "train"]
 
@@ -187,14 +187,8 @@ def _rank() -> tuple[int, int]:
 
 
 def _watchdog(config: RunConfig) -> Watchdog:
-    """Over a connection of its own: the main thread may wait in the store for long."""
-    import torch.distributed as dist
-
     rank, ranks = _rank()
-    if ranks == 1:
-        return Watchdog(None, 0, 1)
-    default: Any = dist.distributed_c10d._get_default_store()
-    store = dist.PrefixStore("watchdog", default.clone())
+    store = shared_store() if ranks > 1 else None
     return Watchdog(store, rank, ranks, silent=min(60.0, config.timeout))
 
 

@@ -12,11 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ..converter.errors import RankError
 
-__all__ = ["FOLLOWED", "Watchdog", "lost_others", "stop_process"]
+__all__ = ["FOLLOWED", "Watchdog", "first_line", "lost_others", "shared_store", "stop_process", "tell", "told"]
 
 FOLLOWED = 3
 """Exit code of a rank that ends because another one has failed."""
@@ -40,6 +41,29 @@ def lost_others(error: BaseException) -> bool:
     if isinstance(error, RankError):
         return isinstance(error.__cause__, RuntimeError)
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)
+
+
+def shared_store() -> Any:
+    """Of the default process group, over a connection of its own: the main thread may wait in the group's for long."""
+    import torch.distributed as dist
+
+    default: Any = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore("watchdog", default.clone())
+
+
+def tell(reason: str) -> None:
+    """Write why this rank has failed where watchdogs, and ranks that look for a reason (`told`), find it."""
+    with suppress(RuntimeError, ValueError):  # the store or the group is gone: nobody is left to be told
+        shared_store().compare_set(_FAILED, "", reason)
+
+
+def told() -> str | None:
+    """What the first rank that failed has written, if any has."""
+    try:
+        store = shared_store()
+        return store.get(_FAILED).decode(errors="replace") if store.check([_FAILED]) else None
+    except (RuntimeError, ValueError):
+        return None
 
 
 class Watchdog:
@@ -78,7 +102,7 @@ class Watchdog:
             return
         try:
             if error is not None and not isinstance(error, RankError):
-                self._tell(f"Rank {self.rank} failed: {_first_line(error)}")
+                self._tell(f"Rank {self.rank} failed: {first_line(error)}")
             self.store.set(f"{_BEAT}/{self.rank}", _DONE)
         except RuntimeError:
             pass  # the store is gone with the rank that held it: nobody is left to be told
@@ -122,14 +146,14 @@ class Watchdog:
                 if self.store.check([_FAILED]):
                     self.reason = self.store.get(_FAILED).decode(errors="replace")
             except RuntimeError as error:
-                self.reason = f"The rank that holds the store is gone (rank 0, as a rule): {_first_line(error)}"
+                self.reason = f"The rank that holds the store is gone (rank 0, as a rule): {first_line(error)}"
             if self.reason is not None:
                 if not self._end.wait(self.grace):
                     self.stop(self.reason)
                 return
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """The kind of an error and its first line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__

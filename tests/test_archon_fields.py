@@ -119,12 +119,15 @@ def selective_ac_option(_: Any, tmp_path: Path) -> None:
 def ac_memory_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import torch._functorch.config as functorch
 
-    for name in ("activation_memory_budget", "unsafe_treat_script_objects_as_zero_size"):
-        if hasattr(functorch, name):
-            monkeypatch.setattr(functorch, name, getattr(functorch, name))
+    names = ("activation_memory_budget", "unsafe_treat_script_objects_as_zero_size")
+    before = {name: getattr(functorch, name) for name in names if hasattr(functorch, name)}
     budget = {"ac_mode": "memory_budget", "ac_memory_budget": 0.25, "enable_compile": True}
-    built(budget, world=1, gradient_checkpointing=True)
-    assert functorch.activation_memory_budget == 0.25
+    try:
+        built(budget, world=1, gradient_checkpointing=True)
+        assert functorch.activation_memory_budget == 0.25
+    finally:  # monkeypatch would take away what torch keeps in a place of its own
+        for name, value in before.items():
+            setattr(functorch, name, value)
 
 
 def ac_preserve_rng_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

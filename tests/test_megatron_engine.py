@@ -249,12 +249,15 @@ def test_a_model_is_saved_as_the_last_step_left_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loading_brings_weights_and_masters_back(dtype: str, tmp_path: Path) -> None:
-    """Two steps from the same weights have the same loss, the second one's masters included."""
+    """Two steps from the same weights have the same loss, the second one's masters included; files in fp32 have the
+    masters, to the bit."""
     case = Case(path_of("mixtral"), dp=2, ep=2, config={"dtype": dtype})
     for answer in run_ranks(2, megatron_jobs.reloaded, case=case, out=str(tmp_path / "out")):
         assert answer["same"]
         assert answer["moved"]
         assert answer["losses"][0] == answer["losses"][1]
+    saved, loaded = models.tensors(tmp_path / "out"), models.tensors(Path(case.path))
+    assert saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
 # ------------------------------------------------------------------------------------------------ balancing experts

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from ..api.base import made
 from ..api.configs import ParallelStrategy, TrainEngineConfig
 from ..data.batches import Batch
-from ..forward import Forward, Rows
+from ..forward import Forward, Rows, reshard
 from ..lora import base_dtype
 from ..packed_attention import check_available
-from ..sharded_engine import ShardedEngine, reshard
+from ..sharded_engine import Process, ShardedEngine
 from . import loading
 from .compute import attention_of, forward_with
 from .dims import ArchonParallelDims
@@ -147,16 +147,22 @@ class ArchonEngine(ShardedEngine):
 
         Raises ConfigError when the schedule does not run with so many micro-batches.
         """
-        pipelined = self._pipelined
-        if pipelined is None:
-            super().forward_backward_batch(mb_list, process_output_fn, forward_only)
+        super().forward_backward_batch(mb_list, process_output_fn, forward_only)
+
+    def _rows(self, batches: Sequence[Batch], forward_only: bool) -> list[Rows]:
+        if self._pipelined is None:
+            return super()._rows(batches, forward_only)
+        return self._pipelined.rows(batches, forward_only=forward_only)
+
+    def _passes(self, rows: Sequence[Rows], process: Process, forward_only: bool) -> None:
+        if self._pipelined is None:
+            super()._passes(rows, process, forward_only)
             return
-        made(self._offloader).check_here()
 
-        def process(number: int, logits: Tensor, rows: Rows) -> Tensor | None:
-            return process_output_fn(logits, self._context(number, rows))
+        def numbered(number: int, logits: Tensor, one: Rows) -> Tensor | None:
+            return process(logits, self._context(number, one))
 
-        pipelined.run(list(mb_list), process, forward_only=forward_only)
+        self._pipelined.run(rows, numbered, forward_only=forward_only)
         reshard(self.parts)
 
     def _through(self, rows: Rows) -> tuple[Tensor, dict[str, Any]]:
@@ -164,10 +170,9 @@ class ArchonEngine(ShardedEngine):
         return logits.squeeze(0), {}
 
     def _number(self, wanted: int, forward_only: bool) -> int:
-        number = super()._number(wanted, forward_only)
         if self._pipelined is None or forward_only:
-            return number
-        return self._pipelined.number(number, self.config.mb_spec.n_mbs_divisor)
+            return wanted
+        return self._pipelined.number(wanted, self.config.mb_spec.n_mbs_divisor)
 
     def _everywhere(self, found: Mapping[int, Tensor], sizes: Sequence[int]) -> list[Tensor]:
         if self._pipelined is None:

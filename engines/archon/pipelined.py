@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..data.batches import Batch
 from ..forward import Forward, Rows
+from ..together import nothing_of
 from .dims import ArchonParallelDims
 from .model import Decoder
 from .schedules import Pipeline, Shapes, forward_of, run_schedule, schedule_of, stage_of
@@ -51,16 +52,19 @@ class Pipelined:
             number = self.pipeline.micro_batches(number + 1)
         return number
 
-    def run(self, batches: Sequence[Batch], process: Process, *, forward_only: bool) -> None:
-        """All micro-batches, padded to the length of the longest; `process` is called where the last stage is.
+    def rows(self, batches: Sequence[Batch], *, forward_only: bool) -> list[Rows]:
+        """Micro-batches, padded to the length of the longest. Raises ConfigError, unless going forward only, when the
+        schedule does not run with so many."""
+        if batches and not forward_only:
+            self.pipeline.check(len(batches))
+        total = max((self.forward.padded(len(batch["input_ids"])) for batch in batches), default=0)
+        return [self.forward.rows(batch, total) for batch in batches]
 
-        Raises ConfigError, unless going forward only, when the schedule does not run with so many.
-        """
-        if not batches:
+    def run(self, rows: Sequence[Rows], process: Process, *, forward_only: bool) -> None:
+        """All micro-batches, of one length; `process` is called where the last stage is."""
+        if not rows:
             return
-        total = max(self.forward.padded(len(batch["input_ids"])) for batch in batches)
-        rows = [self.forward.rows(batch, total) for batch in batches]
-        stages = self._stages(total)
+        stages = self._stages(rows[0].total)
         inputs = [one.ids[None] for one in rows]
         settings = [{"packing": one.packing, "positions": one.positions} for one in rows]
         if forward_only:
@@ -75,7 +79,7 @@ class Pipelined:
         def loss_of(output: Tensor, number: int) -> Tensor:
             loss = process(number, output.squeeze(0), rows[number])
             # Something to go backward from, which leaves no gradient.
-            return output.sum() * 0.0 if loss is None else loss
+            return nothing_of(output) if loss is None else loss
 
         run_schedule(schedule_of(self.pipeline, stages, len(rows), loss_of), inputs, settings, range(len(rows)))
 

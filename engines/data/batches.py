@@ -24,8 +24,10 @@ __all__ = [
     "Batch",
     "MicroBatches",
     "concatenate",
+    "fewest",
     "from_sequences",
     "is_packed",
+    "joined",
     "lengths",
     "pack",
     "pad_tokens",
@@ -33,6 +35,7 @@ __all__ = [
     "select",
     "shift",
     "split",
+    "split_into",
     "unpack",
     "unshift",
 ]
@@ -152,6 +155,11 @@ def select(batch: Mapping[str, Any], which: Sequence[int]) -> Batch:
     return chosen
 
 
+def joined(batches: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> Batch:
+    """One packed batch of a batch or of several, packed or padded. Raises SourceError as `pack` and `concatenate`."""
+    return pack(batches) if isinstance(batches, Mapping) else concatenate([pack(batch) for batch in batches])
+
+
 def concatenate(batches: Sequence[Mapping[str, Any]]) -> Batch:
     """One packed batch of several with the same keys; what belongs to the whole batch comes from the first."""
     if not batches:
@@ -201,11 +209,12 @@ def pack(batch: Mapping[str, Any]) -> Batch:
     """A padded batch as a packed one; a packed one as it is. Tensors (B, S, …) lose their padding.
 
     Raises SourceError when `input_ids` is not (B, S), or a row is padding from end to end; of a packed batch, when
-    `cu_seqlens` does not say where its sequences are.
+    `cu_seqlens` does not say where its sequences are; of either, when a mask has another shape.
     """
     ids = batch.get("input_ids")
     if is_packed(batch):
         _check_bounds(ids, batch["cu_seqlens"])
+        _check_mask(batch, (int(batch["cu_seqlens"][-1]),))
         return dict(batch)
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         found = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
@@ -213,6 +222,7 @@ def pack(batch: Mapping[str, Any]) -> Batch:
             f"input_ids: expected (batch, length), or (tokens,) with cu_seqlens; found {found}.",
             hint="Give attention_mask with padded batches, cu_seqlens with packed ones.",
         )
+    _check_mask(batch, tuple(ids.shape))
     mask = batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones_like(ids, dtype=torch.bool)
     lens: list[int] = mask.sum(1).tolist()
     empty = [i for i, n in enumerate(lens) if n == 0]
@@ -234,6 +244,14 @@ def _check_bounds(ids: Any, cu: Tensor) -> None:
         raise SourceError(f"cu_seqlens ends at {bounds[-1]}, and input_ids is {found}, expected ({bounds[-1]},).")
     if bounds[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
         raise SourceError(f"cu_seqlens is {bounds[:20]}, expected 0 first, and every sequence with a token at least.")
+
+
+def _check_mask(batch: Mapping[str, Any], shape: tuple[int, ...]) -> None:
+    """A mask of another length would be taken for something that belongs to the whole batch."""
+    for name in ("attention_mask", "loss_mask"):
+        mask = batch.get(name)
+        if isinstance(mask, Tensor) and tuple(mask.shape) != shape:
+            raise SourceError(f"{name}: expected {shape}, a value for each of input_ids; found {tuple(mask.shape)}.")
 
 
 def unpack(batch: Mapping[str, Any], pad_id: int = 0) -> Batch:
@@ -290,22 +308,36 @@ def split(batch: Mapping[str, Any], spec: Spec, agree: Agree | None = None) -> M
     Raises ConfigError when the groups do not come out even, or one does not fit.
     """
     packed = pack(batch)
-    lens = lengths(packed)
+    wanted = fewest(packed, spec)
+    return split_into(packed, spec, agree(wanted) if agree else wanted)
+
+
+def fewest(batch: Mapping[str, Any], spec: Spec) -> int:
+    """How many micro-batches a packed batch needs by itself. Raises ConfigError as `split`."""
+    return fewest_bins(_groups(batch, spec), spec.max_tokens_per_mb, spec.n_mbs or 1)
+
+
+def split_into(batch: Mapping[str, Any], spec: Spec, number: int) -> MicroBatches:
+    """A packed batch in at least so many micro-batches, which are not fewer than `fewest`, and fewer than
+    `n_mbs_divisor` more."""
+    size, divisor = spec.granularity, max(spec.n_mbs_divisor, 1)
+    count = -(-number // divisor) * divisor
+    bins = pack_lengths(_groups(batch, spec), spec.max_tokens_per_mb, count, spec.packing_algorithm)
+    order = [[g * size + k for g in items for k in range(size)] for items in bins]
+    parts = [select(batch, items) if items else _stand_in(batch) for items in order]
+    return MicroBatches(parts, order)
+
+
+def _groups(batch: Mapping[str, Any], spec: Spec) -> list[int]:
+    """Tokens of every group of neighbours that stay together."""
+    lens = lengths(batch)
     size = spec.granularity
     if size < 1 or len(lens) % size:
         raise ConfigError(
             f"{len(lens)} sequences do not divide into groups of mb_spec.granularity={size}.",
             hint="Give each data-parallel rank a multiple of the granularity.",
         )
-    groups = [sum(lens[i : i + size]) for i in range(0, len(lens), size)]
-    wanted = fewest_bins(groups, spec.max_tokens_per_mb, spec.n_mbs or 1)
-    wanted = agree(wanted) if agree else wanted
-    divisor = max(spec.n_mbs_divisor, 1)
-    count = -(-wanted // divisor) * divisor
-    bins = pack_lengths(groups, spec.max_tokens_per_mb, count, spec.packing_algorithm)
-    order = [[g * size + k for g in items for k in range(size)] for items in bins]
-    parts = [select(packed, items) if items else _stand_in(packed) for items in order]
-    return MicroBatches(parts, order)
+    return [sum(lens[i : i + size]) for i in range(0, len(lens), size)]
 
 
 def _stand_in(batch: Mapping[str, Any]) -> Batch:

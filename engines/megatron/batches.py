@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..api.configs import MicroBatchSpec
-from ..data.batches import Batch, MicroBatches, split
+from ..data.batches import Batch
 from ..token_logprobs import next_tokens
 
-__all__ = ["Layout", "Rows", "cut", "micro_batches"]
+__all__ = ["Layout", "Rows", "cut", "padded_length", "same_lengths", "spec_for"]
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,17 @@ class Layout:
         return self.cp * (2 if self.cp > 1 else 1) * self.unit
 
 
-def micro_batches(batch: Batch, spec: Any, agree: Any, *, pp: int = 1) -> MicroBatches:
-    """As many on every data-parallel rank; under pipelining at least one for each stage, and a multiple of them."""
-    if pp > 1:
-        spec = MicroBatchSpec(
-            n_mbs=max(spec.n_mbs or 1, pp),
-            granularity=spec.granularity,
-            max_tokens_per_mb=spec.max_tokens_per_mb,
-            n_mbs_divisor=lcm(spec.n_mbs_divisor, pp),
-            packing_algorithm=spec.packing_algorithm,
-        )
-    return split(batch, spec, agree)
+def spec_for(spec: Any, pp: int) -> Any:
+    """Under pipelining at least one micro-batch for each stage, and a multiple of them."""
+    if pp == 1:
+        return spec
+    return MicroBatchSpec(
+        n_mbs=max(spec.n_mbs or 1, pp),
+        granularity=spec.granularity,
+        max_tokens_per_mb=spec.max_tokens_per_mb,
+        n_mbs_divisor=lcm(spec.n_mbs_divisor, pp),
+        packing_algorithm=spec.packing_algorithm,
+    )
 
 
 def padded_length(batch: Batch, layout: Layout) -> int:

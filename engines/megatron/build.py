@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from ...converter.errors import ConfigError
-from ..api.configs import MegatronEngineConfig, OptimizerConfig, TrainEngineConfig
+from ..api.configs import OptimizerConfig, TrainEngineConfig
 from ..api.parallel import ParallelStrategy
 from ..megatron_cpu import CPU_CONFIG, quiet
 from ..megatron_model import MegatronConfig, build_model, transformer_config
-from . import mtp
+from . import mtp, routers
 from .fields import check_fields, check_model, known
 from .specs import adapt, has_transformer_engine
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
 
-__all__ = ["balances", "check_fields", "core_config", "ddp_config", "make_model", "optimizer_config", "wrap"]
+__all__ = ["check_fields", "core_config", "ddp_config", "make_model", "optimizer_config", "wrap"]
 
 VOCABULARY_MULTIPLE = 128
 """Megatron-LM's make_vocab_size_divisible_by."""
@@ -72,7 +72,7 @@ def core_config(
         **_device_fields(device, megatron.overlap_p2p_comm),
         **_parallel_fields(config, hf_config, sizes, device),
         **_recompute_fields(config),
-        **(_expert_fields(megatron, hf_config, uses_engine(config, device)) if is_moe(hf_config) else {}),
+        **(_expert_fields(config, hf_config, uses_engine(config, device)) if is_moe(hf_config) else {}),
         **_fp8_fields(config, hf_config, device),
     )
     _scale_balancing_loss(found.core)
@@ -157,13 +157,15 @@ def _recompute_fields(config: TrainEngineConfig) -> dict[str, Any]:
     return found
 
 
-def _expert_fields(megatron: MegatronEngineConfig, hf_config: Mapping[str, Any], engine: bool) -> dict[str, Any]:
+def _expert_fields(config: TrainEngineConfig, hf_config: Mapping[str, Any], engine: bool) -> dict[str, Any]:
+    megatron = config.megatron
     found: dict[str, Any] = {
         "moe_router_dtype": megatron.moe_router_dtype,
         "moe_shared_expert_overlap": megatron.moe_shared_expert_overlap,
         "moe_permute_fusion": megatron.moe_permute_fusion,
         "moe_router_fusion": megatron.moe_router_fusion,
-        "moe_router_bias_update_rate": megatron.moe_router_bias_update_rate,
+        # A frozen model is what its adapters are for.
+        "moe_router_bias_update_rate": 0.0 if config.use_lora else megatron.moe_router_bias_update_rate,
         "moe_z_loss_coeff": megatron.moe_z_loss_coeff,
         "moe_grouped_gemm": engine,
     }
@@ -181,15 +183,6 @@ def _fp8_fields(config: TrainEngineConfig, hf_config: Mapping[str, Any], device:
     from . import fp8
 
     return fp8.transformer_fields(config.megatron.fp8_config, hf_config, device, dtype=config.dtype)
-
-
-def balances(core: Any) -> bool:
-    """Whether routers have a loss of their own, from which padding has to be left out.
-
-    A router with an expert bias does not take the mask: Megatron-Core (0.16) applies it along the wrong axis there.
-    """
-    losses = core.moe_z_loss_coeff or (core.moe_router_load_balancing_type != "none" and core.moe_aux_loss_coeff)
-    return core.num_moe_experts is not None and bool(losses) and not core.moe_router_enable_expert_bias
 
 
 def ddp_config(config: TrainEngineConfig) -> DistributedDataParallelConfig:
@@ -267,6 +260,7 @@ def make_model(
     _mark_cut_parameters(chunks)
     if core.core.expert_tensor_parallel_size != core.core.tensor_model_parallel_size:
         _mark_expert_parameters(chunks)
+    routers.count_tokens_alone(chunks)
     return [chunk.to(device) for chunk in chunks]
 
 

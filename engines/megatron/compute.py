@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...converter.errors import SourceError
 from ..api.configs import MicroBatchSpec
-from ..data.batches import Batch, MicroBatches, concatenate, pack
+from ..data.batches import Batch, MicroBatches, fewest, joined, split_into
+from ..forward import check_tokens
+from ..together import Together, check_weight
 from . import batches, mtp
 from .batches import Layout, Rows
 from .groups import Groups
-from .steps import Steps
+from .routers import KeptBiases
+from .steps import Process, Steps
 
 if TYPE_CHECKING:
     from ..api.base import LossFn, LossWeightFn
@@ -56,23 +58,54 @@ class MtpLoss:
 
 @dataclass(frozen=True)
 class Compute:
-    """What a rank needs to compute with batches; `core` is Megatron-Core's TransformerConfig."""
+    """What a rank needs to compute with batches; `core` is Megatron-Core's TransformerConfig, `vocabulary` the number
+    of tokens that the model knows."""
 
     steps: Steps
     layout: Layout
     groups: Groups
     core: Any
     spec: MicroBatchSpec
+    together: Together
+    vocabulary: int
+    biases: KeptBiases
 
     def split(self, input_: list[Batch] | Batch) -> MicroBatches:
-        """Micro-batches, as many as on the data-parallel rank that needs most."""
-        batch = concatenate([pack(b) for b in input_]) if isinstance(input_, list) else pack(input_)
-        return batches.micro_batches(batch, self.spec, self._agree, pp=self.groups.pp.size())
+        """Micro-batches, as many as on the data-parallel rank that needs most. Collective."""
+        place, spec = self.groups, batches.spec_for(self.spec, self.groups.pp.size())
+        batch, wanted = {}, 0
+        with self.together.holding():
+            batch = joined(input_)
+            wanted = fewest(batch, spec)
+        (most,) = self.together.meet(wanted)
+        self.together.same_batch(batch, place.model)
+        return split_into(batch, spec, int(most))
 
-    def rows(self, parts: list[Batch]) -> list[Rows]:
+    def run(self, parts: Iterable[Batch], process: Process, *, forward_only: bool, deeper: Any = None) -> None:
+        """Micro-batches through the model, with a `process` that holds back what its user raises. Collective.
+
+        Raises on every rank what went wrong on any; of no use are the gradients then.
+        """
+        lengths: list[int] = []
+        with self.together.holding():
+            parts = list(parts)
+            for part in parts:
+                check_tokens(part["input_ids"], self.vocabulary)
+            lengths = [batches.padded_length(part, self.layout) for part in parts]
+        self.together.same_number(len(lengths))
+        if not forward_only:
+            self.biases.keep()
+        self.steps.run(self._rows(list(parts), lengths), process, forward_only=forward_only, deeper=deeper)
+        try:
+            self.together.meet()
+        except Exception:
+            if not forward_only:
+                self.biases.settle(taken=False)
+            raise
+
+    def _rows(self, parts: list[Batch], lengths: list[int]) -> list[Rows]:
         """Of one length where Megatron-Core needs that: stages told beforehand, experts that gather all tokens."""
         core, place = self.core, self.groups
-        lengths = [batches.padded_length(part, self.layout) for part in parts]
         gathered = core.num_moe_experts is not None and core.moe_token_dispatcher_type == "allgather"
         if gathered and place.ep.size() > 1:
             lengths = batches.same_lengths(lengths, place.dp, self.layout.device)
@@ -86,23 +119,26 @@ class Compute:
         """Forward (and backward) of all micro-batches; `loss`, the weighted one of the global batch, and where it is
         trained `mtp_loss`, on every rank.
 
-        Raises SourceError when nothing in the global batch counts.
+        Raises SourceError when nothing in the global batch counts, or a weight is not finite.
         """
-        weights = [float(loss_weight_fn(part)) for part in parts.parts]
-        total = self._reduced(sum(weights))
-        if not total > 0:
-            raise SourceError(f"The batch's loss weights sum to {total}: no token of it is a target.")
+        weights = [0.0]
+        with self.together.holding():
+            weights = [float(loss_weight_fn(part)) for part in parts.parts]
+        # Those with the same data count once.
+        first = self.groups.model.rank() == 0
+        (total,) = self.together.meet(sum(weights) if first else 0.0, op=dist.ReduceOp.SUM)
+        check_weight(total)
         todo, losses = iter(weights), [torch.zeros((), dtype=torch.float64, device=self.layout.device)]
 
         def process(logits: Tensor, rows: Rows) -> Tensor:
             share = next(todo) / total
-            loss = loss_fn(*self.steps.logprobs(logits, rows), rows.batch)
+            loss = self.together.loss(loss_fn, *self.steps.logprobs(logits, rows), rows.batch)
             if self.groups.speaks:
                 losses.append(loss.detach().double() * share)
             return loss * (share * self.groups.dp.size())  # DDP averages over them
 
         deeper = None if forward_only or not self.core.mtp_num_layers else self._mtp_loss(parts.parts)
-        self.steps.run(self.rows(parts.parts), process, forward_only=forward_only, deeper=deeper)
+        self.run(parts.parts, process, forward_only=forward_only, deeper=deeper)
         found = {"loss": torch.stack(losses).sum()}
         if deeper is not None:
             found["mtp_loss"] = deeper.total
@@ -129,7 +165,7 @@ class Compute:
         def keep(logits: Tensor, rows: Rows) -> None:
             found.append(self.steps.logprobs(logits, rows)[0])
 
-        self.steps.run(self.rows(parts.parts), keep, forward_only=True)
+        self.run(parts.parts, keep, forward_only=True)
         sizes = [int(part["cu_seqlens"][-1]) for part in parts.parts]
         if not self.groups.is_last_stage:
             found = [torch.empty(n, device=self.layout.device) for n in sizes]
@@ -142,9 +178,6 @@ class Compute:
         if output_seqlens is None:
             return list(rows)
         return [_resized(row, length) for row, length in zip(rows, output_seqlens, strict=True)]
-
-    def _agree(self, number: int) -> int:
-        return int(self._reduced(float(number), dist.ReduceOp.MAX))
 
     def _reduced(self, value: float, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> float:
         if self.groups.dp.size() == 1:

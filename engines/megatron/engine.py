@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,11 +21,13 @@ from ..launching import device_of, start
 from ..megatron_cpu import cpu_megatron, hush
 from ..packed_attention import check_available
 from ..schedule import Schedule
+from ..together import Together
 from . import build, groups, lora, mtp, optim, weights
 from .batches import Layout, Rows
 from .compute import Compute
 from .fields import stages
 from .fp8 import token_multiple
+from .routers import KeptBiases, takes_masks
 from .steps import Steps, vocabulary
 
 if TYPE_CHECKING:
@@ -139,7 +142,7 @@ class MegatronEngine(TrainEngine):
             core,
             place,
             vocabulary(self._vocabulary, padded, place),
-            mask_routers=build.balances(core),
+            mask_routers=takes_masks(core),
             temperature=config.temperature,
             chunk=config.logprobs_chunk_size,
             entropy_requires_grad=config.megatron.entropy_requires_grad,
@@ -151,7 +154,9 @@ class MegatronEngine(TrainEngine):
             unit=place.sizes.tp_size * token_multiple(config.megatron.fp8_config),
             maximum=config.mb_spec.max_tokens_per_mb if config.pad_to_maximum else None,
         )
-        return Compute(steps, layout, place, core, config.mb_spec)
+        together = Together(self.device, place.cpu)
+        biases = KeptBiases(self._chunks)
+        return Compute(steps, layout, place, core, config.mb_spec, together, self._vocabulary, biases)
 
     def destroy(self) -> None:
         self._disconnect()
@@ -199,10 +204,13 @@ class MegatronEngine(TrainEngine):
     @_with_megatron
     def gather_parameters(self) -> None:
         """Have every parameter whole and new: before anything else than a forward pass reads them. Collective."""
+        self._offloader.check_here()
         optim.gather_parameters(self._wrapped)
 
     @_with_megatron
     def offload(self) -> None:
+        if self._offloader.away:
+            return
         self.gather_parameters()
         self.optimizer_zero_grad()
         self._offloader.offload(optim.tensors_of(self._wrapped, self.optimizer))
@@ -247,10 +255,10 @@ class MegatronEngine(TrainEngine):
     ) -> dict[str, float]:
         self._optimizer()
         self.optimizer_zero_grad()
-        compute = made(self._compute)
-        parts = compute.split(input_)
-        losses = compute.loss(parts, loss_fn, loss_weight_fn, forward_only=False)
-        stats = self.optimizer_step()
+        with self._computing() as compute:
+            parts = compute.split(input_)
+            losses = compute.loss(parts, loss_fn, loss_weight_fn, forward_only=False)
+            stats = self.optimizer_step()
         return {**stats, "num_micro_batches": float(len(parts)), **losses}
 
     @_with_megatron
@@ -258,8 +266,9 @@ class MegatronEngine(TrainEngine):
         self, input_: list[Batch] | Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn
     ) -> torch.Tensor | None:
         """The loss is on every rank, those of other stages too. Multi-token prediction has no part in it."""
-        compute = made(self._compute)
-        return torch.tensor(compute.loss(compute.split(input_), loss_fn, loss_weight_fn, forward_only=True)["loss"])
+        with self._computing() as compute:
+            found = compute.loss(compute.split(input_), loss_fn, loss_weight_fn, forward_only=True)
+        return torch.tensor(found["loss"])
 
     @_with_megatron
     def forward_batch(
@@ -269,8 +278,8 @@ class MegatronEngine(TrainEngine):
         aggregate_fn: Callable[[list[torch.Tensor]], torch.Tensor] | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
         """Every rank has them, those of other stages too."""
-        compute = made(self._compute)
-        rows = compute.logprobs(compute.split(input_), output_seqlens)
+        with self._computing() as compute:
+            rows = compute.logprobs(compute.split(input_), output_seqlens)
         return (aggregate_fn or torch.cat)(rows)
 
     @_with_megatron
@@ -283,17 +292,29 @@ class MegatronEngine(TrainEngine):
         """As the base class has it, on the last stage. `logits` are this rank's columns and, under context parallelism,
         its tokens, padding included; `ctx` has `batch`, `rows` (see `batches.Rows`), and `steps`, whose
         `logprobs(logits, rows)` gives whole log-probabilities. Under enable_mtp it is for going forward only."""
-        compute = made(self._compute)
         if not forward_only:
             mtp.check_own_loss(self.config)
+        with self._computing() as compute:
+            process = compute.together.held(process_output_fn)
 
-        def process(logits: Tensor, rows: Rows) -> Tensor | None:
-            return process_output_fn(logits, {"batch": rows.batch, "rows": rows, "steps": compute.steps})
+            def of_rows(logits: Tensor, rows: Rows) -> Tensor | None:
+                return process(logits, {"batch": rows.batch, "rows": rows, "steps": compute.steps})
 
-        compute.steps.run(compute.rows(list(mb_list)), process, forward_only=forward_only)
+            compute.run(mb_list, of_rows, forward_only=forward_only)
+
+    @contextmanager
+    def _computing(self) -> Iterator[Compute]:
+        """What breaks inside is told to the other ranks. An engine that is offloaded is refused where they meet."""
+        compute = made(self._compute)
+        with compute.together.working():
+            with compute.together.holding():
+                self._offloader.check_here()
+            yield compute
 
     @_with_megatron
     def optimizer_zero_grad(self) -> None:
+        if self._offloader.away:  # they come back as zeros
+            return
         for chunk in self._wrapped:
             if hasattr(chunk, "zero_grad_buffer"):
                 chunk.zero_grad_buffer()  # type: ignore[operator]
@@ -302,8 +323,10 @@ class MegatronEngine(TrainEngine):
 
     @_with_megatron
     def optimizer_step(self) -> dict[str, float]:
+        self._offloader.check_here()
         lr = self.lr
         fine, norm = optim.step(self._optimizer(), lr)
+        made(self._compute).biases.settle(taken=fine)
         self.optimizer_zero_grad()
         return {"update_successful": float(fine), "grad_norm": norm, "lr": lr}
 
@@ -339,15 +362,22 @@ class MegatronEngine(TrainEngine):
             if self.lora is not None and not meta.merge_adapters:
                 self.lora.save(meta, self.cpu_group)
                 return
-            held = weights.state_dicts(self.model) if self.lora is None else self.lora.merged()
+            held = self._whole_weights() if self.lora is None else self.lora.merged()
             weights.save_hf(held, meta, made(self.checkpoint), self.mesh, self.rank, self.cpu_group)
             return
         from . import checkpoint
 
         checkpoint.save(self, meta)
 
+    def _whole_weights(self) -> list[dict[str, Tensor]]:
+        """What is saved: the masters, where the files are to hold fp32, as the checkpoint's do."""
+        if self.optimizer is None or self.config.dtype == "float32" or not weights.stored_wide(made(self.checkpoint)):
+            return weights.state_dicts(self.model)
+        return weights.with_masters(self.model, optim.whole_masters(self.optimizer))
+
     @_with_megatron
     def load(self, meta: SaveLoadMeta) -> None:
+        self._offloader.check_here()
         if meta.weight_format == "hf":
             masters = None
             if self.lora is not None and self.lora.is_saved_at(meta.path):

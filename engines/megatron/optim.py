@@ -7,12 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...converter.errors import ConfigError
 from ..api.configs import OptimizerConfig, TrainEngineConfig
 from .build import optimizer_config
 
-__all__ = ["StorageOffloader", "fill_masters", "gather_parameters", "make", "step", "tensors_of"]
+__all__ = ["StorageOffloader", "fill_masters", "gather_parameters", "make", "step", "tensors_of", "whole_masters"]
 
 
 def make(config: TrainEngineConfig, optimizer: OptimizerConfig, chunks: Sequence[nn.Module]) -> Any:
@@ -81,6 +83,35 @@ def fill_masters(optimizer: Any, values: Mapping[Tensor, Tensor] | None) -> None
                 master.view(-1).copy_(value[begin : begin + master.numel()])
 
 
+@torch.no_grad()
+def whole_masters(optimizer: Any) -> dict[Tensor, Tensor]:
+    """The fp32 copy of every parameter of this rank that has one, whole, in host memory. Collective.
+
+    Empty for the precision-aware optimizer, whose copies are Transformer Engine's.
+    """
+    found: dict[Tensor, Tensor] = {}
+    for part in optimizer.chained_optimizers:
+        if part.is_stub_optimizer or part.config.use_precision_aware_optimizer:
+            continue
+        here = {id(parameter): (master, begin) for parameter, master, begin in _masters(part)}
+        spread = hasattr(part, "shard_fp32_from_float16_groups")  # each rank has a range of the flat parameter
+        for parameter in _narrow_parameters(part) if spread else [p for p, _, _ in _masters(part)]:
+            whole = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+            if id(parameter) in here:
+                master, begin = here[id(parameter)]
+                whole.view(-1)[begin : begin + master.numel()].copy_(master.view(-1))
+            if spread:
+                # As whole numbers: sums with zeros that change no bit, the sign of a zero neither.
+                dist.all_reduce(whole.view(torch.int32), group=part.data_parallel_group)
+            found[parameter] = whole.cpu()
+    return found
+
+
+def _narrow_parameters(part: Any) -> list[Tensor]:
+    """Of a distributed optimizer: all with masters, on every rank in the same order, also those of others' ranges."""
+    return [parameter for buffer in part.buffers for parameter in buffer.params if parameter.dtype != torch.float32]
+
+
 def _masters(part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
     """(parameter, its fp32 copy or a part of that, where the part begins)."""
     if hasattr(part, "shard_fp32_from_float16_groups"):
@@ -126,6 +157,11 @@ class StorageOffloader:
     @property
     def away(self) -> bool:
         return bool(self._away)
+
+    def check_here(self) -> None:
+        """Raises ConfigError while everything is away: whoever touched it would touch memory that is not there."""
+        if self._away:
+            raise ConfigError("The engine is offloaded.", hint="Call onload() first.")
 
     def offload(self, tensors: Iterable[tuple[Tensor, bool]]) -> None:
         """Gradients come back as zeros. A second call does nothing."""

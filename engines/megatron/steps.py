@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import join_slices
+from ..data.batches import STAND_IN
+from ..together import nothing_of
 from ..token_logprobs import Vocabulary, logprobs_and_entropy, without_ends
 from .batches import Rows
 from .groups import Groups
+from .routers import has_losses
 
-__all__ = ["Steps"]
+__all__ = ["Process", "Steps"]
 
 Process = Callable[[Tensor, Rows], Tensor | None]
 """Logits of a micro-batch on this rank (tokens, vocabulary) → what is backpropagated, if anything."""
@@ -61,7 +64,7 @@ class Steps:
                 loss = more if loss is None else loss + more
             if loss is None:
                 # Part of the graph, so that there is something to go backward from, which leaves no gradient.
-                return first.sum() * 0.0 if not forward_only else first.new_zeros(()), {}
+                return nothing_of(first[0]) if not forward_only else first.new_zeros(()), {}
             # Megatron-Core works on it in place: never hand out the tensor that somebody else reads.
             return loss * number, {}
 
@@ -85,11 +88,16 @@ class Steps:
             )
 
     def _mask(self, rows: Rows, model: Any) -> Tensor:
-        """Megatron-Core (0.16) cuts it for sequence parallelism where the embedding is, and nowhere else."""
+        """Megatron-Core (0.16) cuts it for sequence parallelism where the embedding is, and nowhere else.
+
+        No token of a stand-in is anybody's. Where routers have losses it keeps one, as a mean needs.
+        """
+        stands_in = rows.batch.get(STAND_IN) and not has_losses(self.config)
+        mask = torch.ones_like(rows.padding) if stands_in else rows.padding
         first = getattr(model, "module", model).pre_process
         if first or not self.config.sequence_parallel:
-            return rows.padding
-        return rows.padding.chunk(self.groups.tp.size(), 1)[self.groups.tp.rank()]
+            return mask
+        return mask.chunk(self.groups.tp.size(), 1)[self.groups.tp.rank()]
 
     def logprobs(self, logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """(T,) log-probability of the next token, 0 at the end of a sequence, and (T,) entropy; on every rank of the
@@ -119,4 +127,4 @@ def vocabulary(true: int, padded: int, groups: Groups) -> Vocabulary:
     width = padded // groups.tp.size()
     start = groups.tp.rank() * width
     size = min(width, true - start)
-    return Vocabulary(start, size, groups.tp if groups.tp.size() > 1 else None)
+    return Vocabulary(start, size, groups.tp if groups.tp.size() > 1 else None, width)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ...converter.dtypes import BY_NAME
 from ...converter.live import base_of
 from ...converter.opening import open_checkpoint
 from ..export import save_hf as export
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from ...converter.mesh import Mesh
     from ..api.metas import SaveLoadMeta
 
-__all__ = ["load", "open_model", "save_hf", "state_dicts"]
+__all__ = ["load", "open_model", "save_hf", "state_dicts", "stored_wide", "with_masters"]
 
 NAMING = "megatron"
 
@@ -65,6 +66,22 @@ def load(
     own = [(parameter, values[name]) for chunk, values in zip(chunks, wide, strict=True)
            for name, parameter in chunk.named_parameters()]  # fmt: skip
     return loaded, dict(own)
+
+
+def stored_wide(checkpoint: Checkpoint) -> bool:
+    """Whether most of a checkpoint's bytes are fp32: its files hold more than parameters of half precision do."""
+    sizes: dict[str, int] = {}
+    for slot in (slot for slots in checkpoint.slots.values() for slot in slots):
+        sizes[slot.dtype] = sizes.get(slot.dtype, 0) + slot.box.volume * BY_NAME[slot.dtype].size
+    return 2 * sizes.get("F32", 0) > sum(sizes.values())
+
+
+def with_masters(chunks: Sequence[nn.Module], masters: dict[Tensor, Tensor]) -> list[dict[str, Tensor]]:
+    """`state_dicts`, with the fp32 copies of parameters in their place."""
+    held = state_dicts(chunks)
+    for part, chunk in zip(held, chunks, strict=True):
+        part |= {name: masters[p] for name, p in chunk.named_parameters() if p in masters and name in part}
+    return held
 
 
 def save_hf(
