@@ -79,19 +79,23 @@ _NAN_ABOVE = {
 """The largest magnitude, as bits without the sign, that is no NaN."""
 
 _SCAN = 1 << 20
-"""Elements looked at in one go: few enough to stay in a core's cache."""
+"""Bytes looked at in one go: few enough to stay in a core's cache for the second look."""
 
 
 def has_nan(data: Array, dtype: str) -> bool:
-    """Whether raw bits of a floating-point type hold a NaN."""
+    """Whether raw bits of a floating-point type hold a NaN.
+
+    The bits of a NaN are above those of infinity: as signed numbers where its sign is clear, as unsigned ones where it
+    is set. So two maxima tell, and nothing is written.
+    """
     limit = _NAN_ABOVE.get(dtype)
     if limit is None:
         return False
     flat = data.reshape(-1)
-    mask = flat.dtype.type((1 << (8 * flat.itemsize - 1)) - 1)
-    magnitude = np.empty(min(_SCAN, flat.size), flat.dtype)
-    for start in range(0, flat.size, _SCAN):
-        part = flat[start : start + _SCAN]
-        if int(np.bitwise_and(part, mask, out=magnitude[: part.size]).max()) > limit:
+    sign = 1 << (8 * flat.itemsize - 1)
+    step = max(1, _SCAN // flat.itemsize)
+    for start in range(0, flat.size, step):
+        part = flat[start : start + step]
+        if int(part.view(f"i{flat.itemsize}").max()) > limit or int(part.max()) > sign | limit:
             return True
     return False
