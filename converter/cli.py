@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import click
 
-from . import cli_hub, cli_serve, cli_sync
+from . import cli_hub, cli_serve, cli_sync, cli_sync_end
 from . import cli_options as given
 from .errors import ConvertError, TargetError, VerifyError
 
@@ -30,6 +30,7 @@ Exit codes:
        reads back differently
   2    refused: wrong usage, or a source, mesh or target that cannot be used;
        verify, diff: could not tell
+  3    sync: a server failed, and nothing changed; it may work later
   70   a bug in areal-convert
   130  interrupted (Ctrl-C)
 
@@ -117,6 +118,9 @@ def main() -> None:
     means `different`."""
     try:
         cli(prog_name="areal-convert")
+    except SystemExit as end:
+        cli_sync_end.let_go(end.code)
+        raise
     except Exception:
         traceback.print_exc()
         click.echo("This is a bug in areal-convert. Please report it, with the lines above and the command.", err=True)
@@ -378,8 +382,6 @@ def archs(as_json: bool) -> None:
 
 
 def _families() -> dict[str, Any]:
-    from importlib import import_module
-
     from ..mappings import FAMILIES, table
 
     found = {}

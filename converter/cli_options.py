@@ -47,6 +47,19 @@ def group(*decorators: Callable[[Any], Any]) -> Decorator[Any]:
     return apply
 
 
+class Seconds(click.FloatRange):
+    """A time, at least `min`: neither NaN nor more than any clock takes."""
+
+    name = "seconds"
+
+    def __init__(self, min: float = 0.0) -> None:
+        super().__init__(min, 1e6)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        return found if found == found else self.fail(f"{value!r} is no number of seconds.", param, ctx)
+
+
 class Place(click.Path):
     """A path, or the URL of a place elsewhere, which stays the text that it is: `Path` would eat a slash."""
 

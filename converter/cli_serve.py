@@ -51,7 +51,7 @@ _ROOM = given.group(
                  help="Sequences that wait; more are refused (429)."),
     click.option("--max-tokens", type=given.COUNT, metavar="N", help="Tokens that a request may generate at most."),
     click.option("--max-body", type=given.size, default="8MiB", show_default=True, help="Bytes of a request's body."),
-    click.option("--grace", type=click.FloatRange(min=0), default=5.0, show_default=True, metavar="S",
+    click.option("--grace", type=given.Seconds(), default=5.0, show_default=True, metavar="S",
                  help="Seconds that running requests get when the server is stopped."),
 )  # fmt: skip
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ from . import cli_options as given
 if TYPE_CHECKING:
     from .sync.hub import WeightSync
     from .sync.report import PushReport
-    from .sync.watching import Appeared, Watch
 
 TRANSPORTS = ("auto", "gloo", "nccl", "shm", "disk", "inline")
 """As in `sync.transport`, which is too heavy to import for `--help`; a test compares the two."""
@@ -59,7 +57,7 @@ _HOW = given.group(
     ),
     click.option(
         "--timeout",
-        type=click.FloatRange(min=1),
+        type=given.Seconds(1),
         default=60.0,
         show_default=True,
         metavar="SECONDS",
@@ -78,6 +76,7 @@ _HOW = given.group(
         show_default=True,
         help="What becomes of requests that run as the weights change.",
     ),
+    click.option("--allow-nan", is_flag=True, help="Push weights that hold NaN; otherwise they are refused."),
 )
 _OTHERS = given.group(
     click.option(
@@ -94,7 +93,7 @@ _WATCH = given.group(
     click.option("--watch", is_flag=True, help="Push every complete checkpoint that appears in SRC, until Ctrl-C."),
     click.option(
         "--interval",
-        type=click.FloatRange(min=0.1),
+        type=given.Seconds(0.1),
         default=2.0,
         show_default=True,
         metavar="SECONDS",
@@ -102,7 +101,7 @@ _WATCH = given.group(
     ),
     click.option(
         "--settle",
-        type=click.FloatRange(min=0),
+        type=given.Seconds(),
         default=3.0,
         show_default=True,
         metavar="SECONDS",
@@ -132,20 +131,39 @@ def sync(ctx: click.Context, source: str | Path, as_json: bool, **values: Any) -
 
     With --watch SRC is a training run's directory. What appears in it is pushed when it is complete, with its step as
     the version; a server that was restarted gets the last one again.
-    """
-    from .cli import DIFFERENT, OK
 
-    _need_packages()
-    if values["adapter"] and values["watch"]:
+    \b
+    Exit codes:
+      0    every server has confirmed the version
+      1    it was decided, and not all have confirmed it: one was left out
+           (--on-failure drop), or did not answer any more
+      2    refused: wrong usage, or something that does not fit
+      3    failed: a server does not answer, another hub pushes to it, the push
+           was called off on the way; the same command may work later
+      130, 143  Ctrl-C, SIGTERM (0 with --watch)
+    After 2 and 3, 130 and 143 no server has changed (in vLLM and SGLang, which
+    cannot go back, one may stay paused; the message says so).
+    """
+    from .cli_sync_end import UNCONFIRMED, ending
+
+    with ending(ctx, as_json):
+        _need_packages()
+        if values["watch"]:
+            _watch(source, as_json, values)
+            return
+        adapter, version = values["adapter"], values["version"]
+        with hub(None if adapter else source, values) as opened:
+            report = opened.push_adapter(adapter, source, version) if adapter else opened.push(version)
+            _show(report, as_json)  # now: an interruption from here on changes nothing about it
+        ctx.exit(0 if report.complete else UNCONFIRMED)
+
+
+def _watch(source: str | Path, as_json: bool, values: dict[str, Any]) -> None:
+    from .cli_sync_watch import watch
+
+    if values["adapter"]:
         raise click.UsageError("--adapter pushes one adapter; --watch is for whole checkpoints.")
-    if values["watch"]:
-        _watch(Path(source), as_json, values)
-        ctx.exit(OK)
-    adapter, version = values["adapter"], values["version"]
-    with hub(None if adapter else source, values) as opened:
-        report = opened.push_adapter(adapter, source, version) if adapter else opened.push(version)
-    _show(report, as_json)
-    ctx.exit(OK if report.complete else DIFFERENT)
+    watch(Path(source), values, lambda report: _show(report, as_json, line=True))
 
 
 @contextmanager
@@ -155,7 +173,9 @@ def hub(source: str | Path | None, values: dict[str, Any]) -> Iterator[WeightSyn
     from .sync import WeightSync
 
     with bars() as progress:
-        names = ("transport", "mode", "anchor", "bucket", "on_failure", "timeout", "journal", "in_flight")
+        names = (
+            "transport", "mode", "anchor", "bucket", "on_failure", "timeout", "journal", "in_flight", "allow_nan",
+        )  # fmt: skip
         opened = WeightSync(
             source,
             list(values["servers"]),
@@ -166,7 +186,11 @@ def hub(source: str | Path | None, values: dict[str, Any]) -> Iterator[WeightSyn
             **{name: values[name] for name in names},
         )
         with opened:
-            yield opened
+            try:
+                yield opened
+            except KeyboardInterrupt as stop:  # before the leases are given back: nothing has moved on since
+                stop.args = (opened.standing(),)
+                raise
 
 
 def _options(values: dict[str, Any]) -> dict[str, Any]:
@@ -220,111 +244,13 @@ def report_lines(report: PushReport) -> Iterator[str]:
     if report.sent_bytes < report.bytes:
         sent += f" of {size_text(report.bytes)} ({report.sent_bytes / max(1, report.bytes):.1%})"
     yield f"{head(f'version {report.version}')}: {sent} to {plural(len(report.servers), 'server')}"
-    times = ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in report.seconds.items())
-    yield f"  {report.mode} by {report.transport}, {report.gb_per_s:.2f} GB/s: {times}"
+    times = ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in report.seconds.items() if seconds >= 5e-4)
+    how = "tensor by tensor" if report.transport == "none" else f"by {report.transport}"
+    yield f"  {report.mode} {how}, {report.gb_per_s:.2f} GB/s: {times}"
+    yield from (f"  cast {kind}: {plural(count, 'tensor')}" for kind, count in report.casts.items())
     width = max(map(len, report.servers), default=0)
     for url, outcome in report.servers.items():
         paused = f"pause {outcome.pause_s * 1000:.1f} ms" if outcome.kind == "committed" else outcome.why
         yield f"  {url.ljust(width)}  {outcome.kind}  {outcome.tier}  {paused}".rstrip()
         yield from (f"    note: {note}" for note in outcome.notes)
     yield f"  root {report.root}"
-
-
-# ------------------------------------------------------------------------------------------------ watching
-
-
-def _watch(source: Path, as_json: bool, values: dict[str, Any]) -> None:
-    from .errors import SourceError
-    from .sync.watching import Watch
-
-    if not source.is_dir():
-        raise SourceError(f"{source}: there is no such directory to watch.")
-    watch = Watch(source, values["settle"])
-    click.echo(f"Watching {source}; Ctrl-C ends it.", err=True)
-    try:
-        Watcher(watch, values, lambda report: _show(report, as_json, line=True)).run(threading.Event())
-    except KeyboardInterrupt:
-        click.echo("Stopped.", err=True)
-
-
-class Watcher:
-    """Pushes what a `Watch` finds, the newest only where several have come, and keeps servers at the last version.
-
-    A push that fails is tried again until it succeeds or something newer has appeared; a checkpoint that has gone
-    meanwhile is passed over.
-    """
-
-    def __init__(self, watch: Watch, values: dict[str, Any], show: Callable[[PushReport], None]) -> None:
-        self.watch, self.values, self.show = watch, values, show
-        self.version = 0
-        self._next: int | None = values["version"]
-        self._failed = ""
-
-    def run(self, stop: threading.Event) -> None:
-        """Until `stop` is set, or Ctrl-C."""
-        waiting = self._first(stop)
-        if waiting is None:
-            return
-        with hub(waiting.path, self.values) as opened:
-            while not stop.is_set():
-                found = self.watch.poll()
-                waiting = found[-1] if found else waiting
-                if waiting is not None and self._push(opened, waiting):
-                    waiting = None
-                elif waiting is None:
-                    self._keep(opened)
-                stop.wait(self.values["interval"])
-
-    def _first(self, stop: threading.Event) -> Appeared | None:
-        """The newest checkpoint that is there, or the first that comes."""
-        while not stop.is_set():
-            found = self.watch.poll()
-            if found:
-                return found[-1]
-            stop.wait(self.values["interval"])
-        return None
-
-    def _push(self, opened: WeightSync, what: Appeared) -> bool:
-        """Whether there is nothing more to do about it."""
-        from .errors import RemoteError, SourceError, SyncError
-
-        version = self._next if self._next is not None else what.number
-        if version is not None and version <= self.version:
-            self._say(
-                f"{what.path.name} would be version {version}, and {self.version} was pushed: it gets the next one"
-            )
-            version = None
-        try:
-            report = opened.push(version, source=what.path)
-        except RemoteError as error:
-            return self._say(f"{what.path.name}: {error}; tried again")
-        except SourceError as error:
-            self._say(f"{what.path.name} was not pushed: {error}")
-            return not what.path.exists()
-        except SyncError as error:
-            return self._say(f"{what.path.name} was not pushed: {error}; tried again")
-        self.version, self._failed = report.version, ""
-        self._next = None if self._next is None else report.version + 1
-        click.echo(f"{what.path.name}:", err=True)
-        self.show(report)
-        return True
-
-    def _keep(self, opened: WeightSync) -> None:
-        """Bring servers that were restarted to the last version."""
-        from .errors import SyncError
-
-        try:
-            late = opened.catch_up()
-        except SyncError as error:
-            self._say(str(error))
-            return
-        self._failed = ""
-        for url in late:
-            click.echo(f"{url} came back, and has version {self.version} again.", err=True)
-
-    def _say(self, what: str) -> bool:
-        """A warning, once for as long as it stays the same."""
-        if what != self._failed:
-            self._failed = what
-            click.echo(f"warning: {what}", err=True)
-        return False

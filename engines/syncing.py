@@ -76,8 +76,9 @@ def for_engine(engine: TrainEngine, servers: Sequence[str], **options: Any) -> W
     """A hub over the live weights of an engine that is initialized; every rank makes it alike, and takes part in every
     push. With adapters, `push` sends the model with the adapters merged.
 
-    options  as `WeightSync` has them; the engine's configuration says whether only changes are sent, and how often
-             everything (`enable_delta_weight_update`, `weight_update_anchor_interval`)
+    options  as `WeightSync` has them (`allow_nan=True`: weights with NaN go, which are refused by name otherwise). The
+             engine's configuration says whether only changes are sent, and how often everything
+             (`enable_delta_weight_update`, `weight_update_anchor_interval`)
 
     Raises ConfigError for an engine without a checkpoint to take names and shapes from.
     """

@@ -1,4 +1,5 @@
-"""Hubs and trainer ranks that end themselves (SIGKILL) at a named step of a push, for `test_sync_failures`."""
+"""Hubs, trainer ranks and servers that end themselves (SIGKILL) at a named step of a push, for
+`test_sync_failures`."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 
 from areal_convert.converter import Mesh
 from areal_convert.converter.peers import Peers
+from areal_convert.converter.sync.commits import Swap
 from areal_convert.converter.sync.fleet import Fleet
 from areal_convert.converter.sync.hub import WeightSync
 from areal_convert.converter.sync.protocol_sink import ProtocolSink
@@ -61,6 +63,17 @@ def interposed(step: str, act: Callable[[], None]) -> tuple[type, str, Callable[
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_in_commit() -> None:
+    """In a server: it ends inside of its critical section, when the new weights are installed and nobody knows yet."""
+    original = Swap.__call__
+
+    def swap_and_die(self: Swap) -> None:
+        original(self)
+        die()
+
+    setattr(Swap, "__call__", swap_and_die)  # noqa: B010 - an assignment to a method is none that types allow
 
 
 def hub_that_dies(source: str, urls: Sequence[str], journal: str, step: str) -> int | None:

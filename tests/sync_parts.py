@@ -101,7 +101,7 @@ class Values:
         from areal_convert.converter.sync.homes import describe_server, state_of
         from areal_convert.converter.sync.views import Memory
 
-        self.manifest, self.blocks = manifest, Blocks(manifest)
+        self.target, self.manifest, self.blocks = target, manifest, Blocks(manifest)
         self._memory = Memory(state_of(target), describe_server(target, config).homes)
         data = [self.block(n) for n in range(self.blocks.count)]
         rows = [np.frombuffer(xxhash.xxh3_128_digest(x.tobytes()), np.uint8) for x in data]

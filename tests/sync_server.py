@@ -99,14 +99,17 @@ class RunningServer:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
-def start_server(model_dir: str | Path, log: Path, **options: Any) -> RunningServer:
+def start_server(
+    model_dir: str | Path, log: Path, before: Callable[[], None] | None = None, **options: Any
+) -> RunningServer:
     """A server over a model directory. `options` are fields of `server.app.Settings`; `port` is any free one unless it
-    is given. Stop it yourself. Raises AssertionError with its output when it does not come up."""
+    is given. `before` is called in its process first. Stop it yourself. Raises AssertionError with its output when it
+    does not come up."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     start_forkserver()
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(str(model_dir), options, theirs, str(log)), daemon=True)
+    process = context.Process(target=_serve, args=(str(model_dir), options, theirs, str(log), before), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -153,7 +156,7 @@ def start_forkserver() -> None:
             os.environ["PYTHONPATH"] = before
 
 
-def _serve(model_dir: str, options: dict[str, Any], answer: Any, log: str) -> None:
+def _serve(model_dir: str, options: dict[str, Any], answer: Any, log: str, before: Callable[[], None] | None) -> None:
     """In the server's process."""
     with open(log, "ab", buffering=0) as out:
         for stream in (1, 2):
@@ -164,6 +167,8 @@ def _serve(model_dir: str, options: dict[str, Any], answer: Any, log: str) -> No
         from areal_convert.converter.sync.server.app import Settings, serve
 
         torch.set_num_threads(1)
+        if before is not None:
+            before()
         serve(Settings(model_dir, **({"port": 0, "device": "cpu"} | options)), lambda url, _: answer.send(url))
     except BaseException:
         with contextlib.suppress(OSError):

@@ -202,6 +202,7 @@ class StandIn:
     fp8: bool = False
     version: str = "default"
     paused: bool = False
+    asleep: bool = False
     open: bool = False
     flushed: int = 0
     tensors: int = 0
@@ -256,6 +257,8 @@ class StandIn:
 
     def receive(self, name: str, names: list[str], dtypes: list[str], shapes: list[list[int]], flat: bool) -> None:
         """Tensor for tensor straight into the weights, as the real ones do."""
+        if self.asleep:
+            raise HTTPException(500, "the engine died: its weights' memory is not there")
         time.sleep(self.faults.slow)
         if self.faults.no_transfer:
             return
@@ -429,6 +432,15 @@ def vllm(app: FastAPI, s: StandIn) -> None:
     @app.get("/get_world_size")
     def world(include_dp: bool = True) -> dict[str, Any]:
         return {"world_size": 1}
+
+    @app.get("/is_sleeping")
+    def is_sleeping() -> dict[str, Any]:
+        return {"is_sleeping": s.asleep or (new and s.paused)}
+
+    @app.get("/metrics")
+    def metrics() -> Any:
+        lines = [f'vllm:engine_sleep_state{{engine="{n}",sleep_state="awake"}} {float(not s.asleep)}' for n in (0, 1)]
+        return PlainTextResponse("# TYPE vllm:engine_sleep_state gauge\n" + "\n".join(lines) + "\n")
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:

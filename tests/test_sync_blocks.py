@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from areal_convert.converter.errors import PlanError
 from areal_convert.converter.execute import parts_of
 from areal_convert.converter.slots import Box
-from areal_convert.converter.sync.blocks import NUMBER_BYTES, Blocks, by_bucket, check_tiling, whole_boxes
+from areal_convert.converter.sync.blocks import LONG, NUMBER_BYTES, Blocks, by_bucket, check_tiling, whole_boxes
+from areal_convert.converter.sync.blocks import parts_of as cut_for_the_wire
 from areal_convert.converter.sync.wire import Atom, Manifest, ProtocolError
 
 SIZES = {"BF16": 2, "F32": 4, "U8": 1}
@@ -79,6 +80,34 @@ def test_buckets_hold_every_number_once_and_no_more_than_they_may(found: list, l
         assert size <= limit or len(numbers) == 1
 
 
+@given(atoms, st.integers(1, 60), st.data())
+def test_runs_are_parts_of_their_boxes_memory(found: list, limit: int, data: st.DataObject) -> None:
+    """Whatever blocks a bucket has: the bytes of a run, taken out of its box's in one piece, are those of its blocks
+    one after the other; and the parts in which they travel keep long runs alone, and everything in order."""
+    listed = [Atom(f"a{n}", shape, dtype) for n, (shape, dtype) in enumerate(found)]
+    blocks = Blocks(manifest(listed, [whole_boxes([a.shape for a in listed])], limit))
+    values = [np.arange(prod(a.shape) * SIZES[a.dtype], dtype=np.uint32) for a in listed]
+    numbers = np.array(data.draw(st.lists(st.integers(0, blocks.count - 1), max_size=12)), np.int64)
+    runs = blocks.runs(numbers, blocks.lengths(numbers))
+    assert [n for run in runs for n in range(run.at, run.at + run.blocks)] == list(range(len(numbers)))
+    for run in runs:
+        expected = []
+        for n in numbers[run.at : run.at + run.blocks].tolist():
+            atom, lo, hi = blocks.box(n)
+            assert atom == run.atom
+            box = values[atom].reshape(*listed[atom].shape, -1)[tuple(map(slice, lo, hi))]
+            expected += box.reshape(-1).tolist()
+        assert values[run.atom][run.begin : run.begin + run.nbytes].tolist() == expected
+    parts = cut_for_the_wire(runs)
+    assert [run for part in parts for run in part] == runs
+    assert all(len(part) == 1 or all(run.nbytes < LONG for run in part) for part in parts)
+
+
+def test_a_bucket_has_no_more_numbers_than_a_head_has_room_for() -> None:
+    blocks = Blocks(manifest([Atom("a", (3000,), "U8")], [whole_boxes([(3000,)])], block=1))
+    assert [len(numbers) for numbers, _ in by_bucket(blocks, range(3000), 1 << 20)] == [1008, 1008, 984]
+
+
 def test_what_is_missing_doubled_or_beside_is_told_all_at_once() -> None:
     listed = [Atom(name, (4, 4), "F32") for name in ("whole", "half", "twice", "nobody", "beside", "whole")]
     boxes = [[(0, (0, 0), (4, 4)), (1, (0, 0), (2, 4)), (2, (0, 0), (4, 4)), (5, (0, 0), (4, 4))]]
@@ -103,7 +132,7 @@ def test_a_manifest_travels_as_json() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("protocol", 2, "version 2 of the protocol"),
+        ("protocol", 1, "version 1 of the protocol"),
         ("mode", "half", "mode: 'half' is none of"),
         ("epoch", True, "epoch"),
         ("version", -1, "version"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from areal_convert.converter.errors import ChannelError
 from areal_convert.converter.sync.channel import Channel, open_channel, open_store, own_address
@@ -180,3 +181,38 @@ def test_a_killed_server_frees_the_sender() -> None:
         child.wait()
         for channel in found.values():
             channel.close()
+
+
+def test_a_gpus_broadcast_is_looked_at_until_it_is_over() -> None:
+    """NCCL's future is there at once, and waiting for the work would make the device wait: neither is asked before the
+    work says that it is over."""
+
+    class Work:
+        over = waited = False
+
+        def is_completed(self) -> bool:
+            return self.over
+
+        def wait(self) -> None:
+            assert self.over
+            self.waited = True
+
+    class Group:
+        def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+            tensor.fill_(7)
+            return work
+
+        def abort(self) -> None: ...
+
+    work, buffer = Work(), np.zeros(8, np.uint8)
+    server = Channel(Group(), "nccl", "g", 1, 2, 20, torch.device("cpu"))
+    coming = server.broadcast(buffer)
+    threading.Timer(0.1, setattr, [work, "over", True]).start()
+    assert not coming.settled(0) and not buffer.any()
+    coming.wait()
+    assert coming.settled(0) and work.waited and buffer.tolist() == [7] * 8
+    work.over, left = False, server.broadcast(buffer)
+    server.abort("the lease is over")
+    with pytest.raises(ChannelError, match="the lease is over"):
+        left.wait()
+    assert not left.settled(0.01)

@@ -11,20 +11,15 @@ import torch
 
 import models
 import sync_threads
+from areal_convert.converter.errors import ServerRefused
 from areal_convert.converter.sync.hub import WeightSync
+from areal_convert.converter.sync.protocol_sink import ProtocolSink
 from areal_convert.converter.sync.transports.delta import Base, Holds, choose
 from sync_threads import ThreadServer
 
 pytestmark = pytest.mark.timeout(60)
 SMALL: dict[str, Any] = {"mode": "delta", "bucket": 16 << 10, "block": 1 << 10, "timeout": 10}
 BASE = Base(3, "aa", "key", np.arange(64, dtype=np.uint8).reshape(4, 16), since=1)
-
-
-def test_a_block_changed_when_its_digest_did() -> None:
-    digests = BASE.digests[1:].copy()
-    assert not BASE.changed(1, digests).any()
-    digests[1, 15] += 1
-    assert BASE.changed(1, digests).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -109,23 +104,53 @@ def test_a_server_that_has_another_version_gets_all(
 
 
 def test_weights_that_were_written_to_since_are_not_built_upon(
-    servers: list[ThreadServer], state: dict[str, torch.Tensor]
+    servers: list[ThreadServer], state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server's own copy has changed: the root of the whole target tells, and nothing is committed."""
-    from areal_convert.converter.errors import ConvertError
+    """One server's own copy has changed: it says so before anything moves, neither server takes the delta, and both get
+    all of it in its place."""
+    refused: list[str] = []
+    prepare = ProtocolSink.prepare
 
-    with hub(state, servers[:1]) as sync:
-        sync.push()
+    def noting(self: ProtocolSink, manifest: Any) -> None:
+        try:
+            prepare(self, manifest)
+        except ServerRefused as error:
+            refused.append(error.code)
+            assert [s.receiver.version for s in servers] == [1, 1]
+            raise
+
+    monkeypatch.setattr(ProtocolSink, "prepare", noting)
+    with hub(state, servers) as sync:
         sync.push()
         with torch.no_grad():
-            servers[0].weights["model.norm.weight"].add_(1)
+            servers[1].weights["model.norm.weight"].add_(1)
         state["lm_head.weight"] += 1
-        try:
-            report = sync.push()
-        except ConvertError:
-            assert servers[0].receiver.version == 2
-        else:
-            assert report.mode == "full" or same(servers[:1], state), "whatever is committed is what was pushed"
+        report = sync.push()
+        assert refused == ["base_mismatch"] and (report.mode, report.version) == ("full", 2)
+        assert "no longer those that were pushed" in " ".join(report.notes) and servers[1].url in " ".join(report.notes)
+        assert same(servers, state) and [s.receiver.version for s in servers] == [2, 2]
+        state["lm_head.weight"] += 1
+        assert sync.push().mode == "delta" and same(servers, state)
+
+
+def test_what_a_delta_leaves_as_it_is_is_verified(servers: list[ThreadServer], state: dict[str, torch.Tensor]) -> None:
+    """The copy that serves is damaged where the push after next brings nothing: that copy is its target, and what was
+    remembered of it would do. It is hashed again, refused, and written whole."""
+    with hub(state, servers) as sync:
+        for _ in range(2):
+            state["lm_head.weight"] += 1
+            sync.push()
+        with torch.no_grad():
+            servers[1].weights["model.norm.weight"].add_(1)
+        state["lm_head.weight"] += 1
+        assert sync.push().mode == "delta" and same(servers, state)  # into the other copy, which is whole
+        state["lm_head.weight"] += 1
+        report = sync.push()
+        notes = " ".join(report.notes)
+        assert (report.mode, report.version) == ("full", 4) and "final_norm is not what was pushed any more" in notes
+        assert same(servers, state) and [s.receiver.version for s in servers] == [4, 4]
+        state["lm_head.weight"] += 1
+        assert sync.push().mode == "delta" and same(servers, state)
 
 
 def test_every_so_often_a_whole_one_is_sent(servers: list[ThreadServer], state: dict[str, torch.Tensor]) -> None:

@@ -233,6 +233,46 @@ def test_problems_are_told_before_anything_moves(a: Weights) -> None:
         assert not server.paused and same(server.weights, a)
 
 
+@pytest.mark.parametrize("kind", ["vllm-0.19", "vllm-0.30", "areal-vllm"])
+def test_a_server_that_is_asleep_is_left_alone(kind: Kind, a: Weights, b: Weights) -> None:
+    """Before a push, between the check and the load, between the load and the commit: nothing is sent to it, nor is it
+    opened; when it is awake again it goes on."""
+    with standing(kind, a) as server:
+        sink = sink_of(server, in_flight="abort")
+        server.asleep = True
+        with pytest.raises(ServerRefused, match="is asleep") as caught:
+            sink.check(Feed(b).wanted(), 1)
+        assert [p.what for p in caught.value.problems] == ["is asleep"] and "/wake_up" in caught.value.problems[0].hint
+        server.asleep = False
+        sink.check(Feed(b).wanted(), 1)
+        server.asleep = True
+        server.calls.clear()
+        with pytest.raises(ServerRefused, match="is asleep") as caught:
+            sink.load(Feed(b), 1)
+        assert caught.value.code == "asleep" and caught.value.retryable
+        assert not [c for c in server.calls if c.startswith("POST")] and sink.status().state == "serving"
+        server.asleep = False
+        sink.load(Feed(b), 1)
+        server.asleep = True
+        with pytest.raises(ServerRefused, match="is asleep"):
+            sink.commit(1, "root")
+        assert server.paused and same(server.weights, b)
+        server.asleep = False
+        assert sink.commit(1, "root").version == 1 and not server.paused
+        sink.close()
+
+
+def test_a_server_that_somebody_has_paused_is_not_asleep(a: Weights, b: Weights) -> None:
+    """vLLM's endpoint says so of both; as after a push that has failed, the next one goes on."""
+    with standing("vllm-0.30", a) as server:
+        server.paused = True
+        sink = sink_of(server, in_flight="abort")
+        sink.check(Feed(b).wanted(), 1)
+        sink.load(Feed(b), 1)
+        assert sink.commit(1, "root").version == 1 and not server.paused and same(server.weights, b)
+        sink.close()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tensor_that_fails_once_is_sent_again(kind: Kind, a: Weights, b: Weights) -> None:
     with standing(kind, a, fail_at=5) as server:

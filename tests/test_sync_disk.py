@@ -128,11 +128,11 @@ def test_a_file_of_another_bucket_or_none_is_an_error(tmp_path: Path) -> None:
     header = Header(1, 1, 0, 0, 4, 0, bytes(16))
     arrival = inlet.make("load", {"file": "v000001/s0-000000.bucket", "header": header.pack().hex()}, None)
     with pytest.raises(ProtocolError, match="cannot be read"):
-        arrival.take(header, np.empty(4, np.uint8))
+        arrival.fill(header, [np.empty(4, np.uint8)])()
     (tmp_path / "v000001").mkdir()
     (tmp_path / "v000001/s0-000000.bucket").write_bytes(header.pack()[::-1] + b"abcd")
     with pytest.raises(ProtocolError, match="another bucket"):
-        arrival.take(header, np.empty(4, np.uint8))
+        arrival.fill(header, [np.empty(4, np.uint8)])()
 
 
 def test_a_join_that_makes_no_sense_is_refused() -> None:

@@ -1,22 +1,25 @@
 """What may fail in a push, by the numbers of the list of failure tests, and where each is tested (`test_` left out).
 Here: real processes that are killed or stopped at every step of a push, under requests that never pause.
 
- 1  killed at every step: here (hub, sender rank, server). With shm: sync_shm a_hub_that_is_killed_leaves_nothing,
-    a_server_that_is_killed_ends_the_push
+ 1  killed at every step: here (hub, sender rank, server, which also dies inside of its commit). With shm:
+    sync_shm a_hub_that_is_killed_leaves_nothing, a_server_that_is_killed_ends_the_push
  2  bad buckets: sync_receiver a_bad_bucket_is_never_installed, blocks_that_come_twice_or_from_the_wrong_sender,
-    a_push_that_ends_too_early_says_what_is_missing; over gloo: sync_routes a_push_over_gloo, a_header_that_lies…;
+    a_push_that_ends_too_early_says_what_is_missing; over gloo: sync_routes a_push_over_gloo (flipped, skipped,
+    duplicated, reordered, truncated, cut on the wire, ended too early), a_header_that_lies…;
     dtype, shape, stride: sync_hub another_model_is_told_in_every_detail, sync_stage strided_views_of_one_memory
  3  missing, extra, tied, aliased: sync_stage what_is_no_tensor_of_the_family_is_named,
     a_tied_head_with_memory_of_its_own…, shared_memory_that_the_config_does_not_know_of_is_refused;
-    draft: sync_source everything_that_does_not_fit_is_told…
+    draft: sync_hub a_draft_head_is_refused_by_name_or_stays…, sync_source everything_that_does_not_fit_is_told…
  4  A → B → A: sync_end_to_end two_fsdp_ranks…, sync_receiver a_to_b_to_a_over_several_epochs
  5  two of three committed, restart, stale epoch: here; late joiners: sync_hub servers_come_and_go;
-    a join in the middle of a push: sync_receiver a_newer_epoch_ends_what_was_under_way
- 6  a collective that pends: here; retries, double begin: sync_receiver messages_that_come_twice_are_answered_alike,
-    out_of_turn. Update while asleep: no server of ours sleeps
- 7  several senders: sync_receiver many_senders, sync_end_to_end four_megatron_ranks…; a sender has one group only, the
-    servers join them in the order of senders. Opposite orders are not provoked anywhere
- 8  a bucket smaller than a tensor: here (64 KiB); staging: sync_stage an_allocation_that_fails_is_refused
+    a join in the middle of a push: here (a_server_that_hangs…), sync_receiver a_newer_epoch_ends_what_was_under_way
+ 6  a collective that pends: here; who says nothing: sync_hub who_lets_the_whole_timeout_pass…, a_silent_server…;
+    retries, double begin: sync_receiver messages_that_come_twice_are_answered_alike, out_of_turn. Update while asleep:
+    sync_dialects a_server_that_is_asleep_is_left_alone (vLLM; no server of ours sleeps, and SGLang does not tell)
+ 7  several senders: sync_receiver many_senders, sync_end_to_end four_megatron_ranks…; groups in opposite order:
+    sync_hub two_stages_that_make_their_groups_in_opposite_order
+ 8  a bucket smaller than a tensor: sync_hub a_checkpoint_arrives_at_two_servers (it is split), here (64 KiB);
+    staging: sync_stage an_allocation_that_fails_is_refused
  9  requests in flight: server_versions, each policy with its spans
 10  exceptions: sync_receiver a_hook_that_fails…, server_versions an_install_that_fails…, a_wait_that_takes_too_long…
 11  delta: sync_delta, sync_stage another_base_is_refused
@@ -27,6 +30,7 @@ Here: real processes that are killed or stopped at every step of a push, under r
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -39,7 +43,7 @@ import pytest
 from areal_convert.converter.errors import ConvertError, SyncError
 from areal_convert.converter.sync.hub import WeightSync
 from engine_worker import RanksFailed, run_ranks
-from sync_failure_jobs import SMALL, STEPS, hub_that_dies, interposed, rank_that_dies
+from sync_failure_jobs import SMALL, STEPS, dies_in_commit, hub_that_dies, interposed, rank_that_dies
 from sync_jobs import other_weights
 from sync_server import Answers, Oracle, RunningServer, hammer, oracle_of, start_server, wrong
 
@@ -66,8 +70,8 @@ class World:
             self.servers.append(self.start())
         return [server.url for server in self.servers]
 
-    def start(self, port: int = 0) -> RunningServer:
-        server = start_server(self.a, self.where / f"server-{time.monotonic_ns()}.log", port=port)
+    def start(self, port: int = 0, before: Callable[[], None] | None = None) -> RunningServer:
+        server = start_server(self.a, self.where / f"server-{time.monotonic_ns()}.log", before, port=port)
         self._stack.callback(server.kill)
         return server
 
@@ -151,7 +155,8 @@ def test_a_sender_rank_is_killed_at_every_step(world: World) -> None:
     world.check({0, version})
 
 
-SERVER_STEPS = ["joining", "joined", "prepared", "sending", "sent", "staged", "journalled"]
+SERVER_STEPS = ["joining", "joined", "prepared", "sending", "sent", "staged", "journalled", "installed"]
+"""The last one: inside of the server's own critical section."""
 
 
 def test_a_server_is_killed_at_every_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,12 +165,13 @@ def test_a_server_is_killed_at_every_step(world: World, monkeypatch: pytest.Monk
     urls, version, source = world.serve(2), 0, world.b
     quick: dict[str, Any] = SMALL | {"timeout": 2.5}
     world.hammer(world.servers[0])
-    for step in SERVER_STEPS:
-        decided = step in ("staged", "journalled")  # a server that dies when it has it all is in doubt
+    for step, after in zip(SERVER_STEPS, [*SERVER_STEPS[1:], ""], strict=True):
+        decided = step in ("staged", "journalled", "installed")  # a server that dies when it has it all is in doubt
         world.has[version + 1] = world.oracle[source]
         with WeightSync(str(source), urls, journal=world.journal, **quick) as sync:
             with monkeypatch.context() as patched:
-                patched.setattr(*interposed(step, world.servers[1].kill))
+                if step != "installed":
+                    patched.setattr(*interposed(step, world.servers[1].kill))
                 if decided:
                     report = sync.push()
                     assert [report.servers[url].kind for url in urls] == ["committed", "in_doubt"]
@@ -173,10 +179,16 @@ def test_a_server_is_killed_at_every_step(world: World, monkeypatch: pytest.Monk
                     with pytest.raises(SyncError):
                         sync.push()
             assert world.servers[0].version == version + decided, step
-            world.servers[1] = world.start(world.servers[1].port)
+            world.servers[1].process.join(5)
+            assert world.servers[1].process.exitcode == -9, step
+            last = after == "installed"
+            world.servers[1] = world.start(world.servers[1].port, dies_in_commit if last else None)
             version += decided
         if not decided:
             continue
+        assert world.servers[1].version == 0
+        if after == "installed":
+            continue  # it would die as it catches up
         with WeightSync(str(source), urls, journal=world.journal, **quick) as sync:
             assert sync.behind() == [urls[1]] == sync.catch_up()
             assert world.versions() == [version] * 2
@@ -191,7 +203,8 @@ def test_a_server_is_killed_at_every_step(world: World, monkeypatch: pytest.Monk
 
 def test_a_server_that_hangs_in_a_collective(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP between two buckets: calls time out while a broadcast pends. The push is called off, the other server
-    answers with the old weights, and so does this one when it goes on; the next push is a new epoch."""
+    answers with the old weights, and so does this one when it goes on; the next push is a new epoch. While that one is
+    under way a third server comes: it is taken in when there is a committed version, and gets that one, verified."""
     urls = world.serve(2)
     world.hammer(world.servers[0])
     hasty: dict[str, Any] = SMALL | {"timeout": 2.0}
@@ -201,12 +214,23 @@ def test_a_server_that_hangs_in_a_collective(world: World, monkeypatch: pytest.M
             start = time.monotonic()
             with pytest.raises(ConvertError):
                 sync.push()
-            assert time.monotonic() - start < 30
+            assert time.monotonic() - start < 15
         assert world.servers[0].version == 0
         world.servers[1].resume()
         world.hammer(world.servers[1])
         assert world.versions() == [0, 0]
-        world.has[1] = world.oracle[world.b]
-        report = sync.push(digests=True)
-        assert report.complete and world.versions() == [1, 1]
-    world.check({0, 1})
+        world.has[1] = world.has[2] = world.oracle[world.b]
+        third, found = world.start(), list[list[int]]()
+        world.hammer(third)
+        adding = threading.Thread(target=lambda: (sync.add(third.url), found.append(world.versions())))
+        with monkeypatch.context() as patched:
+            patched.setattr(*interposed("sending", adding.start))
+            report = sync.push(digests=True)
+        adding.join(20)
+        assert report.complete and set(report.servers) == set(urls) and found == [[1, 1]] == [world.versions()]
+        assert third.version == 0 and sync.behind() == [third.url] == sync.catch_up()
+        world.servers.append(third)
+        assert world.versions() == [1, 1, 1]
+        again = sync.push(digests=True)
+        assert again.complete and again.epoch > report.epoch and world.versions() == [2, 2, 2]
+    world.check({0, 2})

@@ -4,12 +4,15 @@ The servers are real receivers behind real HTTP, in threads of this process (`sy
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,9 +30,17 @@ from areal_convert.converter.errors import (
     SyncError,
 )
 from areal_convert.converter.peers import Peers
+from areal_convert.converter.sync import blocks, reception, sending
+from areal_convert.converter.sync.client import Client
 from areal_convert.converter.sync.fleet import Fleet
+from areal_convert.converter.sync.journal import Journal
+from areal_convert.converter.sync.lease import LeaseKeeper
+from areal_convert.converter.sync.ledger import Ledger
+from areal_convert.converter.sync.members import Member, Settings
 from areal_convert.converter.sync.sink import Receipt, SinkLayout, SinkStatus
 from areal_convert.converter.sync.source import CheckpointSource
+from areal_convert.converter.sync.transport_groups import GroupTransport
+from areal_convert.converter.sync.wire import Header
 from sync_threads import ThreadServer, serving, start, state_of
 
 SMALL: dict[str, Any] = {"bucket": 1 << 16, "block": 1 << 12, "timeout": 10.0}
@@ -79,8 +90,28 @@ def untouched(servers: list[ThreadServer]) -> bool:
 # ------------------------------------------------------------------------------------------------ what arrives
 
 
+@pytest.fixture
+def came(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """For every atom its bytes in each bucket that held some of it, as the servers take them."""
+    found: dict[str, list[int]] = {}
+    claim = Ledger.claim
+
+    def noting(self: Ledger, sender: int, numbers: Any) -> None:
+        claim(self, sender, numbers)
+        sizes: dict[int, int] = {}
+        for number, size in zip(numbers.tolist(), self.blocks.lengths(numbers).tolist(), strict=True):
+            atom, _, _ = self.blocks.box(number)
+            sizes[atom] = sizes.get(atom, 0) + size
+        for atom, size in sizes.items():
+            found.setdefault(self.blocks.manifest.atoms[atom].name, []).append(size)
+
+    monkeypatch.setattr(Ledger, "claim", noting)
+    return found
+
+
 @pytest.mark.parametrize("transport", ["gloo", "inline", "auto"])
-def test_a_checkpoint_arrives_at_two_servers(a: Path, transport: str) -> None:
+def test_a_checkpoint_arrives_at_two_servers(a: Path, transport: str, came: dict[str, list[int]]) -> None:
+    """Also the tensors that are larger than a bucket: they are split."""
     seen: list[tuple[str, int, int]] = []
     with serving(a, 2) as servers:
         with WeightSync(a, urls(servers), transport=transport, on_progress=lambda *x: seen.append(x), **SMALL) as sync:
@@ -95,6 +126,10 @@ def test_a_checkpoint_arrives_at_two_servers(a: Path, transport: str) -> None:
         assert seen[-1] == ("send", report.bytes, report.bytes)
         assert report.report()["servers"][servers[0].url]["kind"] == "committed"
         assert all(s.receiver.status()["lease"] is None for s in servers)
+        large = {"embed": wanted["model.embed_tokens.weight"].nbytes, "head": wanted["lm_head.weight"].nbytes}
+        for atom, size in large.items():
+            assert size > SMALL["bucket"] and sum(came[atom]) == 2 * size
+            assert len(came[atom]) >= 4 and max(came[atom]) < SMALL["bucket"], "each server: two buckets at least"
 
 
 @pytest.mark.parametrize(("fmt", "mesh"), [("torch_dist", Mesh(tp=2)), ("dcp", Mesh()), ("mp_rank", Mesh(tp=2, pp=2))])
@@ -113,11 +148,23 @@ def test_fused_experts_and_tied_heads(model: Model) -> None:
             assert same(servers[0].weights, state_of(path, zero=False)), family
 
 
-def test_there_and_back_again(a: Path) -> None:
-    """A → B → A: byte equality each time, over one epoch, from a live state dict that changes in place."""
+@pytest.mark.parametrize("long", [None, 256])
+def test_there_and_back_again(a: Path, long: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A → B → A: byte equality each time, over one epoch, from a live state dict that changes in place. With runs that
+    are long from 256 bytes on, most of it goes from the model's memory right into the server's."""
+    for module in (blocks, reception, sending):
+        monkeypatch.setattr(module, "LONG", long or module.LONG)
     first = state_of(a, zero=False)
     second = changed(first)
     live = values(first)
+    head, straight = live["lm_head.weight"].view(torch.uint8).numpy(), list[int]()
+    send = GroupTransport.send
+
+    def noting(self: GroupTransport, header: Header, parts: Sequence[Any]) -> None:
+        straight.extend(part.nbytes for part in parts if np.may_share_memory(part, head))
+        send(self, header, parts)
+
+    monkeypatch.setattr(GroupTransport, "send", noting)
     with serving(a) as servers, WeightSync(live, servers[0].url, base=a, transport="gloo", **SMALL) as sync:
         epochs, roots = set(), []
         for wanted in (first, second, first):
@@ -128,6 +175,7 @@ def test_there_and_back_again(a: Path) -> None:
             roots.append(report.root)
             assert same(servers[0].weights, wanted)
         assert len(epochs) == 1 and roots[0] == roots[2] != roots[1]
+        assert sum(straight) == (3 * head.nbytes if long else 0)
 
 
 def test_fp32_masters_arrive_rounded_and_it_is_said(a: Path) -> None:
@@ -228,6 +276,50 @@ def test_every_rank_sends_what_it_holds(a: Path, transport: str) -> None:
         assert all(same(s.weights, state) and s.receiver.version == 2 for s in servers)
 
 
+def test_two_stages_that_make_their_groups_in_opposite_order(
+    a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pipeline stages, of which one opens its group long before the other comes: first the second, then the first.
+    Nobody waits for the timeout, and each one's tensors arrive as its own."""
+    state = state_of(a, zero=False)
+    convert(a, tmp_path / "stages", "mp_rank", Mesh(pp=2), verify=False)
+    files = sorted((tmp_path / "stages").rglob("model_optim_rng.pt"))
+    parts = [torch.load(file, weights_only=False)["model"] for file in files]
+    late, began, opened = [0], threading.Event(), list[int]()
+    open_ = GroupTransport.open
+
+    def open_late(self: GroupTransport, offer: Any) -> None:
+        if self.place.sender == late[0]:
+            assert began.wait(10)
+            time.sleep(0.2)
+        else:
+            began.set()
+        opened.append(self.place.sender)
+        open_(self, offer)
+
+    monkeypatch.setattr(GroupTransport, "open", open_late)
+    with serving(a, 2) as servers:
+
+        def rank(peers: Peers) -> Any:
+            mine = parts[peers.rank]
+            mesh = Mesh(pp=2)
+            with WeightSync(
+                mine, urls(servers), base=a, mesh=mesh, rank=peers.rank, peers=peers, transport="gloo", **SMALL
+            ) as sync:
+                return sync.push()
+
+        for version, order in enumerate(([1, 0], [0, 1]), 1):
+            late[0] = order[1]
+            began.clear()
+            opened.clear()
+            for tensor in (t for values_ in (state, *parts) for t in values_.values()):
+                tensor += 1
+            reports = as_ranks(2, rank)
+            assert [getattr(r, "version", r) for r in reports] == [version] * 2 and opened == order
+            assert reports[0].seconds["join"] < SMALL["timeout"] / 2
+            assert all(same(s.weights, state) and s.receiver.version == version for s in servers)
+
+
 def test_a_rank_that_fails_ends_the_push_for_all(a: Path) -> None:
     parts = shards(state_of(a, zero=False), 2)
     with serving(a) as servers:
@@ -316,6 +408,37 @@ def test_another_model_is_told_in_every_detail(a: Path, model: Model) -> None:
         with pytest.raises(PlanError):
             WeightSync(state, servers[0].url, base=a).connect()
         assert untouched(servers) and servers[0].receiver.status()["lease"] is None
+
+
+def test_a_draft_head_is_refused_by_name_or_stays_bit_for_bit(a: Path) -> None:
+    """A server with tensors that are no part of the family, for speculative decoding. Where it says to keep them, both
+    of its copies have them as they were; memory that the draft shares with the model is the model's."""
+    state = state_of(a)
+    size = state["model.norm.weight"].shape[0]
+    draft = {
+        "draft_model.fc.weight": torch.rand(size, 2 * size).bfloat16(),
+        "draft_model.layers.0.self_attn.q_proj.weight": torch.rand(size, size),
+        "draft_model.d2t": torch.arange(50),
+    }
+    frozen = {"draft_model.embed_tokens.weight": state["model.embed_tokens.weight"], **values(draft)}
+    state |= {**draft, "draft_model.embed_tokens.weight": state["model.embed_tokens.weight"]}
+    with pytest.raises(PlanError) as refused:
+        start(a, state)
+    assert {p.about for p in refused.value.problems} == set(frozen)
+    assert all(p.hint.startswith("keep=") for p in refused.value.problems)
+    server = start(a, state, keep=[r"draft_model\..*"])
+    try:
+        live = state_of(a, zero=False)
+        with WeightSync(live, server.url, base=a, transport="inline", mode="delta", **SMALL) as sync:
+            for mode in ("full", "delta", "delta"):
+                live["model.embed_tokens.weight"] += 1
+                assert sync.push().mode == mode
+                found = dict(server.weights)
+                assert found["draft_model.embed_tokens.weight"] is found["model.embed_tokens.weight"]
+                assert same({n: found[n] for n in draft}, values(draft))
+                assert same({n: found[n] for n in live}, live)
+    finally:
+        server.stop()
 
 
 def test_servers_that_differ_are_not_pushed_to_together(a: Path) -> None:
@@ -469,6 +592,102 @@ def test_a_server_that_says_yes_and_takes_nothing_is_found_out(a: Path) -> None:
             with pytest.raises(SyncAborted, match="It did not receive what was sent"):
                 sync.push()
         assert all(s.receiver.version == 1 for s in servers)
+
+
+# ------------------------------------------------------------------------------------------------ who says nothing
+
+
+class Mute:
+    """A server that is there and does not answer: whatever it is asked takes its time, and fails."""
+
+    tier, url = "swap", "http://mute"
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.asked = seconds, list[str]()
+
+    def status(self) -> SinkStatus:
+        return self._nothing("status")
+
+    def lease(self, hub: str, ttl: float) -> None:
+        self._nothing("lease")
+
+    def abort(self, version: int | None, reason: str) -> None:
+        self._nothing("abort")
+
+    def _nothing(self, what: str) -> Any:
+        self.asked.append(what)
+        time.sleep(self.seconds)
+        raise ServerUnreachable(f"{self.url} did not answer {what}")
+
+
+class Alive(Mute):
+    url = "http://alive"
+
+    def _nothing(self, what: str) -> Any:
+        self.asked.append(what)
+        return SinkStatus("alive", "receiving", 0)
+
+
+def test_who_lets_the_whole_timeout_pass_is_not_asked_again() -> None:
+    """One that is only just gone is asked again. A stopped process takes connections, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as stopped, socket.create_server(("127.0.0.1", 0)) as rude:
+        gone: list[bool] = []
+
+        def hang_up() -> None:
+            while len(gone) < 3:
+                connection, _ = rude.accept()
+                connection.close()
+                gone.append(True)
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        for server in (stopped, rude):
+            client = Client(f"http://127.0.0.1:{server.getsockname()[1]}", timeout=0.8)
+            with pytest.raises(ServerUnreachable):
+                client.post("/ws/abort", idempotent=True)
+        stopped.settimeout(0.1)
+        stopped.accept()[0].close()
+        with pytest.raises(TimeoutError):
+            stopped.accept()
+        assert len(gone) == 3
+
+
+def test_a_silent_server_does_not_cost_the_others_their_leases() -> None:
+    mute, alive = Mute(1.5), Alive(0)
+    keeper = LeaseKeeper("hub", 0.3)
+    mute.seconds = 0
+    for sink in (mute, alive):
+        with suppress(ServerUnreachable):
+            keeper.take(sink)  # type: ignore[arg-type]
+    keeper._sinks.append(mute)  # type: ignore[arg-type]  # as if it had answered the first time
+    keeper._start(keeper._run, mute)  # type: ignore[arg-type]
+    mute.seconds = 1.5
+    time.sleep(0.75)
+    keeper._stop.set()
+    assert len(mute.asked) == 2 and len(alive.asked) >= 5
+
+
+def test_a_server_that_falls_silent_is_called_off_within_the_timeout_and_asked_once(tmp_path: Path) -> None:
+    """It is not asked for its state once more to find who is to blame, nor told twice of the end."""
+    mute, alive = Mute(0.3), Alive(0)
+    members = [Member(sink, None, None, SinkStatus("", "receiving", 0)) for sink in (mute, alive)]  # type: ignore[arg-type]
+    fleet = Fleet([], Journal.open(tmp_path / "journal"), Settings(timeout=0.4))
+    said: list[str] = []
+    over = threading.Event()
+    begin = time.monotonic()
+
+    def call_off(why: str) -> None:
+        said.append(why)
+        over.set()
+
+    with fleet.watching(members, call_off):
+        assert over.wait(5)
+    assert time.monotonic() - begin < 1.5 and said == ["http://mute did not answer status"]
+    assert mute.asked == ["status"] and "status" in alive.asked
+    assert fleet.diagnose(members) == {"http://mute": "http://mute did not answer status"}
+    for _ in range(2):
+        fleet.abort(members, None, "it is silent")
+    assert mute.asked == ["status", "abort"] and alive.asked.count("abort") == 1
+    fleet.close()
 
 
 # ------------------------------------------------------------------------------------------------ after the decision

@@ -110,8 +110,10 @@ def test_a_server_that_holds_fp8_gets_it(kind: Kind, model_and_fp8: tuple[Path, 
     with standing(kind, held) as server:
         options = {"fp8": where, "group_bytes": 1 << 14}
         with WeightSync(path, server.url, in_flight="abort", timeout=10, options=options) as sync:
-            sync.push()
+            report = sync.push()
         found = server.weights
+    said = f"{sum(n.endswith('_scale_inv') for n in held)} tensors were quantised to F8_E4M3"
+    assert any(note.startswith(said) for note in report.servers[server.url].notes)
     state = load_file(path / "model.safetensors")
     assert found.keys() == held.keys()
     for name, value in state.items():

@@ -18,8 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from areal_convert.converter.errors import ConvertError
 from areal_convert.converter.sync.commits import Commit
-from areal_convert.converter.sync.inlet import Arrival, InlineInlet, Offered, open_inlet
+from areal_convert.converter.sync.inlet import InlineInlet, Offered, Stream, open_inlet
 from areal_convert.converter.sync.receiver import Receiver
+from areal_convert.converter.sync.reception import APPLIERS, Reception
 from areal_convert.converter.sync.refusals import Refused
 from areal_convert.converter.sync.stage import Stage
 from areal_convert.converter.sync.staging import WINDOW
@@ -701,6 +702,38 @@ def test_an_abort_while_a_seal_waits() -> None:
     refusal("no_push", p.bucket, *list(values.buckets())[1])
 
 
+def test_an_abort_waits_for_no_bucket_that_is_still_to_come() -> None:
+    """Buckets whose bytes never come wait for a thread that applies them: all are let go of, and nobody is told that
+    one of them was applied."""
+    stage = Stage(copy.deepcopy(BASE), CONFIG)
+    atoms = list(stage.layout.atoms.values())
+    senders = [[(n, (0,) * len(atom.shape), atom.shape)] for n, atom in enumerate(atoms)]
+    values = Values(NEW, CONFIG, manifest_of(stage.layout, senders))
+    ended, ends, waiting = threading.Event(), list[ConvertError | None](), threading.Semaphore(0)
+    waited: list[bool] = []
+
+    class Silent(Offered):
+        def next(self, sender: int) -> Stream:
+            header, payload = values.bucket(sender, 0, [values.blocks.of_sender(sender).start], LAST)
+
+            def fill(header: Header, places: Any) -> Callable[[], None]:
+                waiting.release()
+                return lambda: waited.append(ended.wait(3))
+
+            return Stream(header.pack(), lambda h: np.frombuffer(payload[:4], np.uint8), fill, ends.append)
+
+        def abort(self, reason: str) -> None: ...
+
+    ledger = stage.begin(values.manifest, values.blocks, 1.0)
+    reception = Reception(Silent({}, 1.0), values.manifest, values.blocks, stage, ledger)
+    reception.start()
+    for _ in atoms:
+        assert waiting.acquire(timeout=3)
+    threading.Timer(0.1, ended.set).start()
+    reception.cancel("enough")
+    assert len(ends) == len(atoms) and all(ends) and len(waited) <= APPLIERS
+
+
 def test_an_abort_of_what_is_staged_keeps_the_epoch() -> None:
     p = Pushed()
     p.stage()
@@ -781,7 +814,7 @@ def test_offers_that_overtake_each_other() -> None:
 
     def take() -> None:
         for n in range(3):
-            arrival: Arrival = inlet.next(0)
+            arrival = inlet.next(0)
             taken.append(Header.unpack(arrival.header).number)
             arrival.done(None if n < 2 else Refused("bad_bucket", "damaged"))
         done.set()

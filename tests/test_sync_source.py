@@ -18,6 +18,7 @@ from areal_convert.converter.sync.feed import SourceFeed
 from areal_convert.converter.sync.planning import plan
 from areal_convert.converter.sync.sink import SinkLayout
 from areal_convert.converter.sync.source import Source, check_types, open_source
+from areal_convert.converter.sync.source_live import _seen
 from areal_convert.converter.sync.wire import Atom, Manifest
 from sync_threads import state_of
 
@@ -140,6 +141,24 @@ def test_replaced_tensors_are_found_by_a_refresh(model: Model) -> None:
     held[0] = state_of(path, zero=False)
     source.refresh()
     assert equal(all_bytes(source, layout_of(path)), expected(path))
+    one = torch.ones(4)
+    assert _seen({"a": one}) == _seen({"a": one.detach()}) != _seen({"a": torch.from_numpy(one.numpy())})
+    nowhere = {"a": torch.empty(4, device="meta")}  # what wraps other tensors does not say where these are, either
+    assert _seen(nowhere) != _seen(nowhere)
+
+
+def test_memory_of_a_device_is_not_held_between_pushes(model: Model) -> None:
+    path = model("qwen3", layers=2)
+    source = open_source(state_of(path), base=path)
+    box = Box((0,) * len(source.shapes["embed"]), source.shapes["embed"])
+    source.let_go()
+    assert source.flat("embed", box, source.dtypes["embed"]) is not None, "the CPU's may be held"
+    held = source._own  # type: ignore[attr-defined]
+    held["embed"] = [(box, torch.empty(box.sizes, device="meta"), None)]  # no CPU's, as a GPU's is not
+    source.let_go()
+    assert not source._own  # type: ignore[attr-defined]
+    source.refresh()
+    assert source.flat("embed", box, source.dtypes["embed"]) is not None
 
 
 def test_types_that_are_another_model_are_refused(model: Model) -> None:
@@ -179,3 +198,15 @@ def test_whole_tensors_for_servers_of_others(model: Model) -> None:
         assert want.dtype == "BF16" and np.array_equal(data, state[want.name].view(torch.uint16).numpy()), want.name
     for want, data in feed.tensors(feed.wanted("float32")[:3]):
         assert np.array_equal(data.view(np.float32), state[want.name].float().numpy())
+
+
+def test_whole_tensors_with_nan_are_named(model: Model, tmp_path: Path) -> None:
+    """A live model may have got one since the send loop looked."""
+    path = model("qwen3", dtype="bfloat16", layers=2)
+    state = state_of(path, zero=False)
+    feed = SourceFeed(open_source(state, base=path), Peers())
+    state["model.layers.1.mlp.up_proj.weight"][2, 1] = torch.nan
+    with pytest.raises(SourceError, match=r"model\.layers\.1\.mlp\.up_proj\.weight of .* holds NaN"):
+        list(feed.tensors(feed.wanted()))
+    allowed = SourceFeed(open_source(state, base=path), Peers(), allow_nan=True)
+    assert len(list(allowed.tensors(allowed.wanted()))) == len(state)

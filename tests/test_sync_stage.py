@@ -296,6 +296,32 @@ def test_an_allocation_that_fails_is_refused() -> None:
     assert refused.value.code == "memory" and stage.spare() is None
 
 
+def test_a_copy_that_is_still_written_to_is_not_used_again() -> None:
+    """A push that was called off may have left a collective that still writes: its memory is waited for, not long, and
+    then given up."""
+    stage = tiny_stage()
+    manifest = manifest_of(stage.layout)
+    values = Values(NEW, CONFIG, manifest)
+    stage_all(stage, values)
+    first, waited = stage.spare(), list[float]()
+
+    def settled(answers: list[bool]) -> Callable[[float], bool]:
+        return lambda timeout: waited.append(timeout) or answers.pop(0)
+
+    stage.drop(settled([False, True]))
+    stage.begin(manifest, values.blocks, 0.5)
+    assert stage.spare() is first and waited == [0, 0.5]
+    stage.drop(settled([False, False]))
+    stage.begin(manifest, values.blocks, 60.0)
+    assert stage.spare() is not first and waited[2:] == [0, 2.0]
+    stage.drop(settled([True]))
+    second = stage.spare()
+    stage_all(stage, values)
+    assert stage.spare() is second and waited[4:] == [0]
+    stage.install()
+    assert same(stage.current(), NEW)
+
+
 def test_a_module_that_was_changed_behind_our_back() -> None:
     stage = tiny_stage()
     push(stage, NEW, CONFIG)

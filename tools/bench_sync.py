@@ -7,7 +7,8 @@
 The servers are bare receivers (a state dict behind FastAPI and uvicorn, no generation), each in a process of its own;
 the hub is this process, and its source a live state dict, as a trainer's would be. Reported as medians:
 
-    push        by shared memory and by gloo, against a bare gloo broadcast of the same bytes in 16 MiB buckets: ≥ 0.8
+    push        by shared memory and by gloo, against a bare gloo broadcast of the same bytes in 16 MiB buckets: ≥ 0.8;
+                and what that broadcast takes when both sides hash every byte, and do nothing else
     disk        export as a Hugging Face directory, and `load_into` from it
     pause       of the commit: < 5 % of the push, and flat in the size of the model
     memory      that hub and servers take beyond their weights, at its peak: < 3 buckets
@@ -26,6 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -35,9 +37,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import xxhash
 from synth import KINDS, write
 
-BUCKET = 16 << 20
+BUCKET, BLOCK = 16 << 20, 256 << 10
 EMBEDDING, LAYER = 0.526, 0.122  # GB, of Llama-3.2-1B's embedding and of one of its layers
 
 
@@ -158,34 +161,57 @@ def _group(port: int, rank: int, world: int) -> Any:
     return dist.ProcessGroupGloo(dist.PrefixStore("bench", store), rank, world, timedelta(seconds=60))
 
 
-def _bare_sink(port: int, rank: int, world: int, total: int, rounds: int) -> None:
+def _bare_sink(port: int, rank: int, world: int, total: int, rounds: int, hashed: bool) -> None:
     import torch
 
     group = _group(port, rank, world)
-    buffers = [torch.empty(BUCKET, dtype=torch.uint8) for _ in range(2)]
-    for _ in range(rounds):
-        _broadcast(group, [buffers[n % 2][: min(BUCKET, total - at)] for n, at in enumerate(range(0, total, BUCKET))])
+    buffers = [torch.empty(BUCKET, dtype=torch.uint8) for _ in range(3)]
+    parts = [buffers[n % 3][: min(BUCKET, total - at)] for n, at in enumerate(range(0, total, BUCKET))]
+    with ThreadPoolExecutor(1) as pool:
+        under_way: list[Any] = []
+        for _ in range(rounds):
+            _broadcast(group, parts, after=(lambda x: under_way.append(pool.submit(_hash, x))) if hashed else None)
+            while under_way:
+                under_way.pop().result()
 
 
-def _broadcast(group: Any, parts: list[Any]) -> None:
+def _hash(part: Any) -> None:
+    """As a push does, in blocks of 256 KiB."""
+    data = memoryview(part.numpy())
+    for at in range(0, len(data), BLOCK):
+        xxhash.xxh3_128_digest(data[at : at + BLOCK])
+
+
+def _broadcast(group: Any, parts: list[Any], before: Any = None, after: Any = None) -> None:
     """One after the other, two under way at a time: the faster of one and two."""
-    flying: list[Any] = []
-    for part in parts:
-        if len(flying) == 2:
-            flying.pop(0).wait()
-        flying.append(group.broadcast(part, 0))
-    for work in flying:
+    flying: list[tuple[Any, Any]] = []
+
+    def land() -> None:
+        work, part = flying.pop(0)
         work.wait()
+        if after is not None:
+            after(part)
+
+    for part in parts:
+        if before is not None:
+            before(part)
+        if len(flying) == 2:
+            land()
+        flying.append((group.broadcast(part, 0), part))
+    while flying:
+        land()
 
 
 class Bare:
-    """gloo alone: the same number of bytes from memory to so many processes, which keep nothing."""
+    """gloo alone: the same number of bytes from memory to so many processes, which keep nothing. `hashed`: they and the
+    sender hash every byte."""
 
-    def __init__(self, sinks: int, total: int, rounds: int, port: int) -> None:
+    def __init__(self, sinks: int, total: int, rounds: int, port: int, hashed: bool = False) -> None:
         import torch
 
         context = multiprocessing.get_context("spawn")
-        args = (sinks + 1, total, rounds)
+        self.hashed = hashed
+        args = (sinks + 1, total, rounds, hashed)
         self.processes = [
             context.Process(target=_bare_sink, args=(port, n + 1, *args), daemon=True) for n in range(sinks)
         ]
@@ -196,7 +222,7 @@ class Bare:
         self.parts = [data[at : at + BUCKET] for at in range(0, total, BUCKET)]
 
     def __call__(self) -> None:
-        _broadcast(self.group, self.parts)
+        _broadcast(self.group, self.parts, before=_hash if self.hashed else None)
 
     def close(self) -> None:
         for process in self.processes:
@@ -279,16 +305,24 @@ def measure_disk(state: dict[str, Any], model: Path, folder: Path, rounds: int) 
     return {"export": median(export), "load": median(load), "seconds": median(export) + median(load)}
 
 
+def bare_seconds(sinks: int, total: int, rounds: int, port: int, *, hashed: bool) -> list[float]:
+    bare = Bare(sinks, total, rounds + 1, port, hashed)
+    seconds = [timed(bare)[0] for _ in range(rounds + 1)][1:]
+    bare.close()
+    return seconds
+
+
 def run(gb: float, rounds: int, folder: Path, port: int) -> dict[str, Any]:
     model = make_model(gb, folder)
     state = state_of(model)
     total = sum(tensor.nbytes for tensor in state.values())
-    results: dict[str, Any] = {"machine": machine(), "bytes": total, "rounds": rounds, "bare": {}, "push": {}}
+    results: dict[str, Any] = {"machine": machine(), "bytes": total, "rounds": rounds}
+    results |= {"bare": {}, "hashed": {}, "push": {}}
     for sinks in (1, 2):
-        bare = Bare(sinks, total, rounds + 1, port + sinks)
-        seconds = [timed(bare)[0] for _ in range(rounds + 1)][1:]
-        bare.close()
+        seconds = bare_seconds(sinks, total, rounds, port + 2 * sinks, hashed=False)
         results["bare"][str(sinks)] = median(seconds)
+        hashed = bare_seconds(sinks, total, rounds, port + 2 * sinks + 1, hashed=True)
+        results["hashed"][str(sinks)] = median(hashed)
         with servers(sinks, model) as (urls, pids):
             for transport in ("shm", "gloo"):
                 pushed = measure_push(state, model, urls, pids, transport, rounds)
@@ -324,6 +358,9 @@ def report(results: dict[str, Any]) -> str:
     lines += ["|---|---:|---:|---:|---:|---:|---:|---:|"]
     for sinks, seconds in results["bare"].items():
         lines.append(f"| bare gloo, {sinks} | {seconds:.3f} | {total / 1e9 / seconds:.2f} | 1 | | | | |")
+        bound = results["hashed"][sinks]
+        share = f"{seconds / bound:.2f}"
+        lines.append(f"| and hashed, {sinks} | {bound:.3f} | {total / 1e9 / bound:.2f} | {share} | | | | |")
     for name, one in results["push"].items():
         ratio = f"{one['ratio']:.2f}" if "ratio" in one else f"{one['faster']:.1f} × a whole push"
         memory = f"{one['hub_memory'] / BUCKET:.1f} | {one['server_memory'] / BUCKET:.1f}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
-from ..errors import ConvertError, Problems, SyncError
+from ..errors import ConvertError, InDoubt, Problem, Problems, SyncError
 from ..peers import Peers
 from .fleet import Fleet
 from .members import Member
@@ -33,6 +33,45 @@ def outcomes(
             found[url] = Outcome("dropped", name, tier, member.status.version, why=dropped[url])
         else:
             found[url] = Outcome("behind", name, tier, member.status.version, why=member.behind)
+    return found
+
+
+def in_doubt(version: int, doubts: Mapping[str, str], *, journalled: bool) -> InDoubt:
+    """The error for a version that was decided, and that no server has confirmed."""
+    kept = "the next connect() or push() with this journal completes it"
+    lost = "without a journal nobody completes it: look at the servers' versions, and push again"
+    return InDoubt(
+        f"Version {version} was decided, and not confirmed by any server:",
+        [Problem(url, why) for url, why in doubts.items()],
+        f"It may serve there, or not; {kept if journalled else lost}.",
+    )
+
+
+def standing(round_: Round | None, decided: int | None, *, journalled: bool) -> str:
+    """What a push that was interrupted leaves behind, for people. `decided`: its version, 0 before that; None: none was
+    under way."""
+    fenced = round_.fenced if round_ is not None else {}
+    if decided is None:
+        return ""
+    if decided:
+        rest = "the next hub with this journal completes it" if journalled else "push it again"
+        fences = any(not m.staged for m in (round_.members if round_ is not None else ()))
+        others = ", others may stay paused" if fences else ""
+        return f"Version {decided} had been decided: some servers may serve it already{others}; {rest}."
+    if fenced:
+        return "Not every server goes on: " + "; ".join(f"{url} answers nobody: {why}" for url, why in fenced.items())
+    return "Every server goes on with the weights that it had."
+
+
+def statuses(fleet: Fleet) -> dict[str, Any]:
+    """url → what that server says now, or {"error": …}."""
+    found: dict[str, Any] = {}
+    for member in fleet.members:
+        try:
+            status = member.status = member.sink.status()
+            found[member.url] = dict(status.raw) or {"state": status.state, "version": status.version}
+        except ConvertError as error:
+            found[member.url] = {"error": str(error)}
     return found
 
 
@@ -65,25 +104,45 @@ def behind(fleet: Fleet) -> list[Member]:
 
 
 def catch_up(
-    fleet: Fleet, how: How, layout: SinkLayout, snapshot: Source | None, snapshot_version: int | None
+    fleet: Fleet, how: How, layout: SinkLayout, snapshot: Callable[[], Source | None], snapshot_version: int | None
 ) -> list[str]:
-    """Push the snapshot to the servers that are behind, and to no other, in an epoch of their own."""
+    """Push the snapshot to the servers that are behind, and to no other, in an epoch of their own.
+
+    snapshot_version  what the snapshot is; None: nobody knows, so its digest has to be the decided one. No server must
+                      have other weights under the same version
+    """
     late = behind(fleet)
     version = fleet.journal.known.version
     for member in late:
         fleet.leases.take(member.sink)
     if not late:
         return []
-    if snapshot is None or (snapshot_version or version) != version:
+    source = snapshot() if snapshot_version in (None, version) else None
+    if source is None:
         raise SyncError(
             f"There is no snapshot of version {version}: {', '.join(m.url for m in late)} cannot catch up.",
             hint="Pass retain=DIRECTORY when the source is a live model; or push again.",
         )
+    try:
+        _catch_up(fleet, how, layout, source, late, known=snapshot_version is not None)
+    finally:
+        source.close()
+    return [m.url for m in late]
+
+
+def _catch_up(fleet: Fleet, how: How, layout: SinkLayout, source: Source, late: list[Member], *, known: bool) -> None:
     alone = Round(how, Peers(), fleet)
-    planned = plan(snapshot, layout)
+    version, root = fleet.journal.known.version, fleet.journal.known.root
+    planned = plan(source, layout)
     agenda = alone.agree_on(version, late)
     try:
-        staged = alone.stage(snapshot, planned, agenda, Clock())
+        staged = alone.stage(source, planned, agenda, Clock())
+        if not known and staged.root != root:
+            raise SyncError(
+                f"{source.label} is not what was pushed as version {version}: {', '.join(m.url for m in late)} cannot "
+                "catch up from it.",
+                hint="Push it as a version of its own.",
+            )
         fleet.decide(late, staged.manifest.epoch, version, staged.root)
     except BaseException as error:
         alone.call_off(None, error)
@@ -94,4 +153,3 @@ def catch_up(
         member.joined = None
     if doubts:
         raise next(iter(doubts.values()))
-    return [m.url for m in late]

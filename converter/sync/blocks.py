@@ -19,7 +19,7 @@ from ..codecs import Array
 from ..dtypes import BY_NAME
 from ..errors import ConvertError, Problems
 from ..slots import Box, Ints, tiles
-from .wire import Manifest
+from .wire import MOST_NUMBERS, Manifest
 
 
 class _Cut(NamedTuple):
@@ -52,6 +52,24 @@ def _cut(atom: int, lo: Ints, hi: Ints, itemsize: int, limit: int, first: int) -
     step = max(1, limit // inner)
     parts = -(-sizes[axis] // step)
     return _Cut(atom, lo, hi, first, prod(sizes[:axis]) * parts, axis, step, parts, inner)
+
+
+class Run(NamedTuple):
+    """Blocks of a bucket that follow each other in one box: their bytes are one part of the box's, in row-major order.
+
+    cut     number of the box (of all senders together); `atom` of the manifest, `lo` and `hi` of the box
+    at      where its first block stands in the bucket; `blocks` of them
+    begin   where its bytes begin among the box's; `nbytes` of them
+    """
+
+    cut: int
+    atom: int
+    lo: Ints
+    hi: Ints
+    at: int
+    blocks: int
+    begin: int
+    nbytes: int
 
 
 class Blocks:
@@ -119,6 +137,25 @@ class Blocks:
         part = (n - first) % parts
         return np.where(axis < 0, inner, np.minimum(step, length - part * step) * inner)
 
+    def runs(self, numbers: Array, lengths: Array) -> list[Run]:
+        """The runs of a bucket's blocks, in its order. `lengths` of the same blocks, in bytes."""
+        n = np.asarray(numbers, np.int64)
+        if not n.size:
+            return []
+        which = np.searchsorted(self._firsts, n, side="right") - 1
+        breaks = np.flatnonzero((np.diff(n) != 1) | (np.diff(which) != 0)) + 1
+        starts = [0, *breaks.tolist()]
+        sums = np.add.reduceat(lengths, starts).tolist()
+        found = []
+        for at, end, nbytes in zip(starts, [*starts[1:], n.size], sums, strict=True):
+            number = int(which[at])
+            cut = self._cuts[number]
+            lead, part = divmod(int(n[at]) - cut.first, cut.parts)
+            row = (cut.hi[cut.axis] - cut.lo[cut.axis]) * cut.inner if cut.axis >= 0 else 0
+            begin = lead * row + part * cut.step * cut.inner
+            found.append(Run(number, cut.atom, cut.lo, cut.hi, at, end - at, begin, nbytes))
+        return found
+
     def _columns(self) -> Array:
         found: Array | None = getattr(self, "_table", None)
         if found is None:
@@ -166,7 +203,8 @@ def check_tiling(manifest: Manifest, error: type[ConvertError], what: str) -> No
 
 
 def by_bucket(blocks: Blocks, numbers: Iterable[int], limit: int) -> Iterable[tuple[list[int], int]]:
-    """Gather block numbers into buckets whose payload (4 bytes for each number, and the blocks) is at most `limit`.
+    """Gather block numbers into buckets whose payload (4 bytes for each number, and the blocks) is at most `limit`, and
+    which have at most MOST_NUMBERS blocks.
 
     Yields (numbers, bytes of the payload). A block that is larger than the limit alone makes a bucket of its own.
     """
@@ -174,7 +212,7 @@ def by_bucket(blocks: Blocks, numbers: Iterable[int], limit: int) -> Iterable[tu
     filled = 0
     for number in numbers:
         size = blocks.nbytes(number) + NUMBER_BYTES
-        if held and filled + size > limit:
+        if held and (filled + size > limit or len(held) == MOST_NUMBERS):
             yield held, filled
             held, filled = [], 0
         held.append(number)
@@ -182,6 +220,22 @@ def by_bucket(blocks: Blocks, numbers: Iterable[int], limit: int) -> Iterable[tu
     if held:
         yield held, filled
 
+
+def parts_of(runs: Iterable[Run]) -> list[list[Run]]:
+    """How a bucket's bytes are cut where they travel in several messages: a long run alone, so that it may be sent from
+    where it lies and received where it belongs; the short ones between two long ones together. Both sides cut alike."""
+    found: list[list[Run]] = []
+    for run in runs:
+        if found and run.nbytes < LONG and found[-1][0].nbytes < LONG:
+            found[-1].append(run)
+        else:
+            found.append([run])
+    return found
+
+
+LONG = 1 << 20
+"""Bytes from which on a run is worth a message of its own: one takes about as long as this much does in one that is
+under way already. Part of the protocol, as `MOST_NUMBERS` is: both sides cut by it."""
 
 NUMBER_BYTES = 4
 """Of a block's number in a payload (uint32)."""

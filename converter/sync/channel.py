@@ -14,11 +14,13 @@ sent: whoever gets a ChannelError closes the channel, and a new epoch makes a ne
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,24 @@ if TYPE_CHECKING:
 BACKENDS = ("gloo", "nccl")
 _TICK = 0.5
 """Seconds after which a waiting thread looks whether the channel was aborted while nothing came."""
+_LOOK = 0.0005
+"""Seconds between two looks at a GPU's broadcast."""
+
+
+CLOSING = "areal-sync-close"
+"""Name of the threads in which groups are given up."""
+
+LEAVING = 5.0
+"""Seconds that a process which ends waits for them: one that is cut off inside of gloo ends the process by a signal."""
+
+_closing: list[threading.Thread] = []
+
+
+@atexit.register
+def _leave() -> None:
+    end = time.monotonic() + LEAVING
+    for thread in _closing:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 class Pending:
@@ -42,15 +62,16 @@ class Pending:
     def __init__(self, channel: Channel, work: Any, finish: Callable[[], None], size: int) -> None:
         self._channel, self._work, self._finish, self._size = channel, work, finish, size
         self._done = threading.Event()
-        if work is not None:
+        if work is not None and not channel.looks:
             work.get_future().add_done_callback(lambda _: self._done.set())
 
     def wait(self) -> None:
         """Until the buffer is sent (rank 0: it may be used again) or filled. Raises ChannelError."""
         if self._work is None:
             return
+        self._channel.check()
         end = time.monotonic() + self._channel.timeout + 5  # gloo's own timeout comes first, and says more
-        while not self._done.wait(_TICK):
+        while not self._over(self._work, _TICK):
             self._channel.check()
             if time.monotonic() > end:
                 raise ChannelError(f"{self._channel}: nothing moved for {self._channel.timeout:g} s.")
@@ -61,6 +82,23 @@ class Pending:
         except RuntimeError as error:
             raise ChannelError(_said(self._channel, error)) from error
         self._work = None
+
+    def settled(self, timeout: float) -> bool:
+        """Whether nobody reads or writes the buffer any more, however it ended; waits so long for it."""
+        work = self._work
+        return work is None or self._over(work, timeout)
+
+    def _over(self, work: Any, timeout: float) -> bool:
+        """NCCL's future is there at once, and its `wait` makes the device's stream wait, with all that others put into
+        it: senders would wait for each other, and a server's requests for the hub. So one looks until it is over."""
+        if not self._channel.looks:
+            return self._done.wait(timeout)
+        end = time.monotonic() + timeout
+        while not work.is_completed():
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_LOOK)
+        return True
 
 
 class Channel:
@@ -73,6 +111,11 @@ class Channel:
         self._groups, self._device = [group], device
         self._aborted: str | None = None
         self._closed = False
+
+    @property
+    def looks(self) -> bool:
+        """Whether broadcasts are on a GPU."""
+        return self._device is not None
 
     def __str__(self) -> str:
         return f"Channel {self.name} ({self.backend}, rank {self.rank} of {self.world})"
@@ -89,6 +132,10 @@ class Channel:
         the process. So the size is said in a header first. An empty buffer moves nothing.
         """
         self.check()
+        return self.post(buffer)
+
+    def post(self, buffer: Array) -> Pending:
+        """The same after an abort, too: for what belongs together."""
         if not buffer.size:
             return Pending(self, None, lambda: None, 0)
         if buffer.dtype != np.uint8 or not buffer.flags.c_contiguous:
@@ -123,14 +170,23 @@ class Channel:
         if self.backend == "nccl" and self._groups:
             self._groups[0].abort()
 
-    def close(self) -> None:
-        """Drop the connections: whoever waits on the other side gets a ChannelError at once. Idempotent."""
+    def close(self, promised: Sequence[Array] = ()) -> None:
+        """Drop the connections: whoever waits on the other side gets a ChannelError at once. Idempotent.
+
+        promised  what the other side has made room for already: gloo still sends it, after an abort, too. Otherwise
+                  that room could not be used for anything else before the timeout is over
+        """
         if self._closed:
             return
         self._closed = True
         self.abort("it was closed")
+        with suppress(ChannelError):
+            for buffer in promised if self.backend == "gloo" else ():
+                self.post(buffer)
         # The group waits for operations that are still under way before it goes, up to their timeout.
-        threading.Thread(target=self._groups.clear, name="areal-sync-close", daemon=True).start()
+        thread = threading.Thread(target=self._groups.clear, name=CLOSING, daemon=True)
+        _closing[:] = [t for t in _closing if t.is_alive()] + [thread]
+        thread.start()
 
 
 def open_store(host: str, port: int, timeout: float, *, serve: bool = False) -> TCPStore:
@@ -182,7 +238,7 @@ def _gloo(store: Any, host: str, rank: int, world: int, timeout: float) -> Any:
 
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout)
-    options._threads = 2
+    options._threads = 4  # each waits for one broadcast: a head, and the parts of two bodies
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface and not _loopback(host):
         options._devices = [ProcessGroupGloo.create_device(interface=interface.split(",")[0])]

@@ -10,6 +10,7 @@ from .journal import Journal
 from .members import Member, Settings, each
 from .protocol_sink import ProtocolSink
 from .sink import Receipt
+from .wire import CALLED_OFF
 
 
 class Decider:
@@ -100,24 +101,29 @@ class Decider:
 
         The journal hears of it first: a hub that dies between the two must not leave a decision that no server can
         carry out any more (a rank that fails while the first one journals calls off what nobody has been told).
+        Whoever was told already is not told again, nor waited for again where it says nothing.
         """
         try:
             if version is not None:
                 self.journal.abort(version, reason)
         finally:
-            _, failed = each(members, lambda m: m.sink.abort(version, reason))
+            due = [m for m in members if not (m.staged and m.called_off)]
+            _, failed = each(due, lambda m: m.sink.abort(version, reason))
             for member in members:
-                member.joined = None
+                member.joined, member.called_off = None, True
         return failed
 
     def diagnose(self, members: Sequence[Member]) -> dict[str, str]:
-        """Who is to blame for a push that failed: url → why. Empty: none of the servers."""
-        found, failed = each(members, lambda m: m.sink.status())
-        blamed = {url: error.what for url, error in failed.items()}
+        """Who is to blame for a push that failed: url → why. Empty: none of the servers. One that is known to be silent
+        is not asked again."""
+        found, failed = each([m for m in members if not m.silent], lambda m: m.sink.status())
+        blamed = {m.url: m.silent for m in members if m.silent} | {url: e.what for url, e in failed.items()}
         for member in members:
             status = found.get(member.url)
             if status is None:
                 continue
+            if status.state == "failed" and (status.error or "").startswith(CALLED_OFF):
+                continue  # a sender told it to stop: whatever failed, this server did not
             if status.state == "failed":
                 blamed[member.url] = status.error or "it failed"
             elif member.joined is not None and status.sink != member.joined[1]:

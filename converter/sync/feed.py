@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..codecs import Array, bits
+from ..codecs import Array, bits, has_nan
 from ..dtypes import BY_NAME, parse
 from ..errors import Problems, SourceError
 from ..layout import Named, View, contiguous
@@ -26,10 +26,12 @@ _Part = tuple[str, Box, bytes]
 
 
 class SourceFeed:
-    """See `sink.Feed`. On the first rank a server's dialect iterates over `tensors`; the others `serve` meanwhile."""
+    """See `sink.Feed`. On the first rank a server's dialect iterates over `tensors`; the others `serve` meanwhile.
 
-    def __init__(self, source: Source, peers: Peers) -> None:
-        self._source, self._peers = source, peers
+    The send loop has looked for NaN before any server was paused (`sending`); a live model may have changed since."""
+
+    def __init__(self, source: Source, peers: Peers, *, allow_nan: bool = False) -> None:
+        self._source, self._peers, self._allow_nan = source, peers, allow_nan
         ckpt = source.checkpoint
         self._view = View(ckpt.table.hf, ckpt.view.dims)
         boxes = source.senders()[peers.rank] if peers.world > 1 else []
@@ -49,7 +51,13 @@ class SourceFeed:
         for want in wanted:
             if self._peers.world > 1:
                 self._peers.exchange(want)
-            yield want, self._assembled(want, named[want.name])
+            data = self._assembled(want, named[want.name])
+            if not self._allow_nan and has_nan(data, want.dtype):
+                raise SourceError(
+                    f"{want.name} of {self._source.label} holds NaN: it is not sent.",
+                    hint="A broken save, or a run that diverged; --allow-nan or allow_nan=True sends it all the same.",
+                )
+            yield want, data
 
     def end(self) -> None:
         """On the first rank, after the last server: the others need not wait any more."""

@@ -25,7 +25,7 @@ from .wire import Manifest
 WATCH_EVERY = 0.25
 """Seconds between two looks at the servers while buckets travel."""
 SILENT = 3
-"""Looks in a row that a server may leave unanswered."""
+"""Looks in a row that a server may leave unanswered, unless the timeout is over before."""
 
 
 def open_sink(client: Client, hub: str, settings: Settings) -> Sink:
@@ -35,7 +35,7 @@ def open_sink(client: Client, hub: str, settings: Settings) -> Sink:
         sink.status()
         return sink
     except ServerRefused as error:
-        if error.code != "wrong_dialect":
+        if error.code not in ("wrong_dialect", "not_found"):
             raise
     from .dialects import probe
 
@@ -85,7 +85,19 @@ class Fleet(Decider):
                 except ConvertError as error:
                     failed[client.url] = error
         self.members.sort(key=lambda m: self.urls.index(m.url))
+        for member, other in self._twice():
+            self.members.remove(member)  # the lease stays: it is the other's
+            self.leases.drop(member.sink)
+            what = f"{member.url} is the same server as {other.url}."
+            failed[member.url] = ServerRefused("same_server", what, hint="Name every server once.")
         return failed
+
+    def _twice(self) -> list[tuple[Member, Member]]:
+        """Servers that are known under two addresses: (the later one, the first one)."""
+        first: dict[str, Member] = {}
+        for member in self.members:
+            first.setdefault(member.status.sink or member.url, member)
+        return [(m, first[m.status.sink]) for m in self.members if m.status.sink and first[m.status.sink] is not m]
 
     def add(self, url: str) -> None:
         """One more server. It joins with the next epoch."""
@@ -195,7 +207,8 @@ class Fleet(Decider):
             while True:
                 status = member.status = member.sink.status()
                 if status.epoch != epoch or status.error or status.state == "failed":
-                    raise ServerRefused("join_failed", f"{member.url} did not join: {status.error or status.state}.")
+                    what = f"{member.url} did not join: {status.error or status.state}."
+                    raise ServerRefused("join_failed", what, retryable=True)
                 if status.state != "serving":
                     member.joined = (epoch, status.sink)
                     return
@@ -205,6 +218,22 @@ class Fleet(Decider):
 
         _, failed = each([m for m in members if m.staged], act)
         raise_all(failed, "Not all servers joined the epoch:")
+
+    @staticmethod
+    def check_joining(members: Sequence[Member], epoch: int, error: ConvertError) -> None:
+        """Raise what servers say about a join that failed on their side; nothing where they know of no fault."""
+
+        def act(member: Member) -> None:
+            status = member.sink.status()
+            if status.error and status.epoch in (0, epoch) and status.state in ("serving", "failed"):
+                what = f"{member.url} did not join: {status.error}"
+                hint = "" if error.what in status.error else error.what
+                raise ServerRefused("join_failed", what, hint=hint, retryable=True)
+
+        _, failed = each([m for m in members if m.staged], act)
+        raise_all(
+            {url: e for url, e in failed.items() if isinstance(e, ServerRefused)}, "Servers did not join the epoch:"
+        )
 
     def prepare(self, members: Sequence[Member], manifest: Manifest) -> None:
         """Announce a push. Nothing has moved when this raises, with what every server found wrong."""
@@ -218,15 +247,19 @@ class Fleet(Decider):
         """While buckets travel: a server that fails, is restarted or falls silent ends the push at once."""
         done = threading.Event()
         staged = [m for m in members if m.staged]
-        silent = dict.fromkeys((m.url for m in staged), 0)
+        unanswered = dict.fromkeys((m.url for m in staged), 0)
+        heard = dict.fromkeys(unanswered, time.monotonic())
 
         def ask(member: Member) -> str:
+            url = member.url
             try:
                 status = member.sink.status()
             except ConvertError as error:
-                silent[member.url] += 1
-                return str(error) if silent[member.url] >= SILENT else ""
-            silent[member.url] = 0
+                unanswered[url] += 1
+                if unanswered[url] >= SILENT or time.monotonic() - heard[url] >= self.settings.timeout:
+                    member.silent = error.what
+                return member.silent
+            unanswered[url], heard[url] = 0, time.monotonic()
             if status.state == "failed":
                 return f"{member.url}: {status.error or 'it failed'}"
             if member.joined is not None and (status.epoch, status.sink) != member.joined:
@@ -271,6 +304,12 @@ class Fleet(Decider):
         return [cast("FencedSink", m.sink) for m in members if not m.staged]
 
     def close(self) -> None:
+        """Leases go back, but for those of servers that have not confirmed what was decided: what they have staged is
+        there for the next hub with this journal until their leases run out."""
+        pending = self.journal.known.pending if self.journal.path is not None else None
+        for member in self.members:
+            if pending is not None and member.url in pending.servers:
+                self.leases.drop(member.sink)
         self.leases.release()
         for member in self.members:
             member.sink.close()

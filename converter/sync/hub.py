@@ -17,12 +17,15 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, ConvertError, InDoubt, Problems, RankError, SyncError
+from ..errors import ConvertError, RankError, SourceError, SyncError
 from ..execute import Limits
 from ..peers import Peers
-from .afterwards import behind, catch_up, compare_digests, outcomes
+from . import fences
+from .afterwards import behind, catch_up, compare_digests, in_doubt, outcomes, standing, statuses
+from .choices import OnFailure, PushMode, check_choices
+from .commits import InFlight
 from .feed import SourceFeed
 from .fleet import Fleet
 from .journal import Journal
@@ -56,6 +59,7 @@ class WeightSync:
     retain      (live) directory for a snapshot of the last version, from which servers that restarted catch up
     on_failure  abort: a server that fails calls the push off for all; drop: the others get it, and it is reported
     in_flight   what becomes of requests that run as weights change: finish, wait, abort, keep
+    allow_nan   push weights that hold NaN; otherwise they are refused by name, as `convert` does
     bucket, block   bytes; `timeout` seconds that a server or sender may be silent; `lease` seconds that a dead hub's
                 servers stay its own
     """
@@ -70,7 +74,7 @@ class WeightSync:
         rank: int = 0,
         peers: Peers | None = None,
         transport: str = "auto",
-        mode: Literal["full", "delta", "auto"] = "full",
+        mode: PushMode = "full",
         token: str | None = None,
         journal: str | Path | None = None,
         retain: str | Path | None = None,
@@ -79,8 +83,9 @@ class WeightSync:
         timeout: float = 60.0,
         lease: float = 30.0,
         anchor: int = 0,
-        on_failure: Literal["abort", "drop"] = "abort",
-        in_flight: Literal["finish", "wait", "abort", "keep"] = "finish",
+        on_failure: OnFailure = "abort",
+        in_flight: InFlight = "finish",
+        allow_nan: bool = False,
         host: str | None = None,
         options: dict[str, Any] | None = None,
         on_progress: OnProgress | None = None,
@@ -88,18 +93,22 @@ class WeightSync:
         **opening: Any,
     ) -> None:
         self._urls = [servers] if isinstance(servers, str) else list(servers)
-        _check_options(self._urls, mode, on_failure, in_flight, bucket, block)
+        check_choices(self._urls, mode, on_failure, in_flight, bucket, block, timeout=timeout, lease=lease)
         self._given: dict[str, Any] = {"source": source, "base": base, "mesh": mesh, "rank": rank, "limits": limits}
         self._opening = opening
         self._peers = peers or Peers()
-        self._how = How(transport, bucket, block, timeout, token, host, mode, anchor, dict(options or {}), on_progress)
+        self._how = How(
+            transport, bucket, block, timeout, token, host, mode, anchor, allow_nan, dict(options or {}), on_progress
+        )
         self._settings = Settings(token, timeout, lease, in_flight, on_failure, dict(options or {}))
         self._journal_path = journal
-        self._retained = Retained(Path(retain) if retain is not None else None, base, mesh, rank, self._peers)
+        where = Path(retain) if retain is not None else None
+        self._retained = Retained(where, base, mesh, rank, self._peers, allow_nan=allow_nan)
         self._fleet: Fleet | None = None
         self._source: Source | None = None
         self._round: Round | None = None
         self._layout: SinkLayout | None = None
+        self._decided: int | None = None
         self._turn = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self.notes: list[str] = []
@@ -163,7 +172,12 @@ class WeightSync:
             self.connect()
             if source is not None:
                 self._take(source)
-            return self._push(version, digests, Clock())
+            self._decided = 0
+            try:
+                return self._push(version, digests, Clock())
+            except ConvertError:
+                self._decided = None
+                raise
 
     def _take(self, source: Any) -> None:
         """Open another source in the place of the one before, which stays where that fails."""
@@ -210,6 +224,7 @@ class WeightSync:
                 break
             except BaseException as error:
                 dropped |= self._after_failure(agenda, error)
+        self._decided = agenda.version
         with clock.phase("commit"):
             receipts, doubts = round_.lead("Committing", lambda fleet: self._commit(fleet, agenda, staged))
         return self._finish(agenda, planned, staged, receipts, doubts, dropped, digests, clock)
@@ -239,14 +254,12 @@ class WeightSync:
 
     def _stage(self, round_: Round, source: Source, planned: Planned, agenda: Agenda, clock: Clock) -> Staged:
         """Everything up to the decision, which is its last step: whatever is raised here can be called off."""
-        feed = SourceFeed(source, self._peers)
-        fences = len(agenda.all) > len(agenda.urls)
-        if fences:
-            round_.lead("Checking the fenced servers", lambda fleet: self._check_fenced(fleet, feed, agenda))
+        feed = SourceFeed(source, self._peers, allow_nan=self._how.allow_nan)
+        if fences.has_fences(agenda):
+            fences.check(round_, feed, agenda)
         staged = round_.stage(source, planned, agenda, clock)
-        if fences:
-            with clock.phase("load"):
-                self._peers.together("Loading the fenced servers", lambda: self._load_fenced(feed, agenda))
+        if fences.has_fences(agenda):
+            fences.load(round_, self._peers, feed, agenda, clock)
 
         def decide(fleet: Fleet) -> None:
             members = [m for m in fleet.members if m.url in agenda.all]
@@ -254,23 +267,6 @@ class WeightSync:
 
         round_.lead("Deciding", decide)
         return staged
-
-    @staticmethod
-    def _check_fenced(fleet: Fleet, feed: SourceFeed, agenda: Agenda) -> None:
-        for sink in fleet.fenced([m for m in fleet.members if m.url in agenda.all]):
-            sink.check(feed.wanted(), agenda.version)
-
-    def _load_fenced(self, feed: SourceFeed, agenda: Agenda) -> None:
-        """Servers without a stage take whole tensors from the first rank; the others give it what they hold of them."""
-        fleet = self._fleet
-        if fleet is None:
-            feed.serve()
-            return
-        try:
-            for sink in fleet.fenced([m for m in fleet.members if m.url in agenda.all]):
-                sink.load(feed, agenda.version)
-        finally:
-            feed.end()
 
     def _commit(self, fleet: Fleet, agenda: Agenda, staged: Staged) -> Received:
         members = [m for m in fleet.members if m.url in agenda.all]
@@ -283,11 +279,14 @@ class WeightSync:
         """Call the push off everywhere. Returns the servers to go on without, or raises what there is to say."""
         round_, _ = self._ready()
         blamed = dict(round_.blamed)
-        if self._fleet is not None and not blamed and isinstance(error, ConvertError):
+        asked = isinstance(error, ConvertError) and not isinstance(error, SourceError)
+        if self._fleet is not None and not blamed and asked:
             blamed = self._fleet.diagnose(round_.members)
         round_.call_off(agenda.version, error)
         if not isinstance(error, ConvertError):
             raise error
+        if round_.rebased and getattr(error, "code", "") == "base_mismatch":  # a delta, refused: once more, in full
+            return {}
         if self._settings.on_failure == "drop":
             blamed = round_.lead("Looking for who failed", lambda _: blamed)
             left = set(agenda.all) - blamed.keys()
@@ -309,13 +308,9 @@ class WeightSync:
         clock: Clock,
     ) -> PushReport:
         round_, source = self._ready()
-        round_.base = staged.base
+        round_.base, self._decided = staged.base, None
         if not receipts:
-            problems = Problems()
-            for url, why in doubts.items():
-                problems.add(url, why)
-            hint = "It is decided and journalled: the next connect() or push() with this journal completes it."
-            raise InDoubt(f"Version {agenda.version} was not confirmed by any server:", problems.found, hint)
+            raise in_doubt(agenda.version, doubts, journalled=self._journal_path is not None)
         with clock.phase("retain"):
             self._retained.keep(source, agenda.version, planned)
             if self._fleet is not None and self._retained.snapshot is not None:
@@ -326,7 +321,7 @@ class WeightSync:
             mode=staged.manifest.mode,
             transport=agenda.kind,
             bytes=staged.blocks.total,
-            sent_bytes=staged.sent_bytes,
+            sent_bytes=staged.sent_bytes if agenda.urls or "path" not in self._how.options else 0,
             root=staged.root,
             epoch=staged.manifest.epoch,
             seconds=clock.total(),
@@ -345,18 +340,11 @@ class WeightSync:
     def status(self) -> dict[str, Any]:
         """url → what that server says now, or {"error": …}. The same on every rank."""
         round_, _ = self._ready()
+        return round_.lead("Asking the servers", statuses)
 
-        def act(fleet: Fleet) -> dict[str, Any]:
-            found: dict[str, Any] = {}
-            for member in fleet.members:
-                try:
-                    status = member.status = member.sink.status()
-                    found[member.url] = dict(status.raw) or {"state": status.state, "version": status.version}
-                except ConvertError as error:
-                    found[member.url] = {"error": str(error)}
-            return found
-
-        return round_.lead("Asking the servers", act)
+    def standing(self) -> str:
+        """After an interruption: what the push that was under way leaves behind. A sentence."""
+        return standing(self._round, self._decided, journalled=self._journal_path is not None)
 
     def add(self, url: str) -> None:
         """One more server, from the next push (or `catch_up`) on: a new epoch. Raises as `connect` does."""
@@ -387,10 +375,12 @@ class WeightSync:
         checkpoint is its own). Returns which they were. Raises SyncError when there is no snapshot of that version."""
         round_, source = self._ready()
         with self._turn:
-            snapshot = self._retained.source_of(source)
+            kept = self._retained
             return round_.lead(
                 "Catching up",
-                lambda fleet: catch_up(fleet, self._how, self._layout_now(), snapshot, self._retained.version),
+                lambda fleet: catch_up(
+                    fleet, self._how, self._layout_now(), lambda: kept.source_of(source), kept.version
+                ),
             )
 
     def close(self) -> None:
@@ -407,21 +397,3 @@ class WeightSync:
         if self._source is not None:
             self._source.close()
             self._source = None
-
-
-def _check_options(urls: Sequence[str], mode: str, on_failure: str, in_flight: str, bucket: int, block: int) -> None:
-    problems = Problems()
-    if not urls:
-        problems.add("servers", "is empty; at least one address was expected")
-    for name, value, choices in (
-        ("mode", mode, ("full", "delta", "auto")),
-        ("on_failure", on_failure, ("abort", "drop")),
-        ("in_flight", in_flight, ("finish", "wait", "abort", "keep")),
-    ):
-        if value not in choices:
-            problems.add(name, f"is {value!r}; known are {', '.join(choices)}")
-    if not 4096 <= bucket <= 1 << 30:
-        problems.add("bucket", f"is {bucket} bytes; between 4096 and {1 << 30} were expected")
-    if not 64 <= block <= bucket:
-        problems.add("block", f"is {block} bytes; between 64 and a bucket's {bucket} were expected")
-    problems.raise_as(ConfigError, "These options cannot be:")

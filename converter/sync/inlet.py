@@ -3,7 +3,7 @@
 An inlet is made by a join and lives for that epoch, over several pushes. During a push the receiver asks it, with one
 thread for each sender, for one `Arrival` after another, until the sender's last bucket. There are two kinds:
 
-- those that *pull* (gloo, NCCL): `next` takes part in a collective, `Arrival.take` in the one after it;
+- those that *pull* (gloo, NCCL): `next` takes part in a collective, `Stream.fill` in those after it;
 - those that are *offered* buckets by HTTP messages (shared memory, inline bytes, files). They derive from `Offered`,
   whose `accept` is called with each message, and answers when the bucket is applied, or refused.
 
@@ -11,15 +11,15 @@ thread for each sender, for one `Arrival` after another, until the sender's last
         kind = "shm"
         def make(self, what, message, data):
             view = ...                              # map message["segment"]
-            return Arrival(bytes.fromhex(message["header"]), lambda header, _: view, lambda error: unmap())
+            return Arrival(bytes.fromhex(message["header"]), lambda header: view, lambda error: unmap())
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -40,29 +40,43 @@ def _nothing(error: ConvertError | None) -> None: ...
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """One bucket that a sender has ready.
+    """One bucket that a sender has ready, in memory.
 
     header  HEADER_BYTES bytes, not looked at yet
-    take    (header, buffer) → the payload, exactly `header.nbytes` of uint8. `buffer` has that size where the inlet
-            `fills` (and may be a part of something larger), else it is None and the array is the inlet's own, valid
-            until `done`. May block. Raises ProtocolError when there is less or more, InletClosed after an abort
+    take    header → the payload, exactly `header.nbytes` of uint8, in memory of the inlet's own that is valid until
+            `done`. May block. Raises ProtocolError when there is less or more, InletClosed after an abort
     done    called once, from any thread: the bucket is applied, or (error) never will be; its memory is free again
     """
 
     header: bytes
-    take: Callable[[Header, Array | None], Array]
+    take: Callable[[Header], Array]
+    done: Callable[[ConvertError | None], None] = _nothing
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One bucket that is still to come, to wherever it is wanted.
+
+    numbers  header → the bytes of its blocks' numbers; before `fill`. May block
+    fill     (header, places): let the blocks' bytes come into these arrays (uint8), one after the other, which are the
+             parts that `blocks.parts_of` makes. Returns at once, with what waits until they are full. Both raise
+             ProtocolError, ChannelError, or InletClosed after an abort
+    header, done  as an Arrival has them
+    """
+
+    header: bytes
+    numbers: Callable[[Header], Array]
+    fill: Callable[[Header, Sequence[Array]], Callable[[], None]]
     done: Callable[[ConvertError | None], None] = _nothing
 
 
 class Inlet(Protocol):
     """One epoch's transport, seen from the server. All methods but `abort` may block.
 
-    kind   `gloo`, `nccl`, `shm`, `disk`, `inline`
-    fills  whether `Arrival.take` fills the buffer that it is given (a collective), or returns memory of its own
+    kind  `gloo`, `nccl`, `shm`, `disk`, `inline`
     """
 
     kind: str
-    fills: bool
 
     def open(self) -> None:
         """Form groups, map directories, … Called once, in a thread of the join. Raises ConvertError."""
@@ -72,7 +86,7 @@ class Inlet(Protocol):
         """A push begins: so many senders, payloads of at most so many bytes. Called by `prepare`."""
         ...
 
-    def next(self, sender: int) -> Arrival:
+    def next(self, sender: int) -> Arrival | Stream:
         """A sender's next bucket. Blocks until it is there. Raises ConvertError after the transport's own timeout, or
         when the other side is gone, and InletClosed after an abort."""
         ...
@@ -86,6 +100,11 @@ class Inlet(Protocol):
 
     def abort(self, reason: str) -> None:
         """Free whoever waits, from any thread, at any time; idempotent. The inlet cannot be used afterwards."""
+        ...
+
+    def settled(self, timeout: float) -> bool:
+        """Whether nothing is written any more to places that were given to `fill`, waiting so long for it. A collective
+        may go on after an abort, until the other side is gone or its timeout is over."""
         ...
 
     def close(self) -> None:
@@ -126,7 +145,7 @@ def open_inlet(transport: Mapping[str, Any], timeout: float) -> Inlet:
 class _Offer:
     """An arrival, and what `accept` waits for."""
 
-    arrival: Arrival
+    arrival: Arrival | Stream
     applied: threading.Event = field(default_factory=threading.Event)
     error: ConvertError | None = None
 
@@ -153,7 +172,6 @@ class Offered:
     """
 
     kind = "offered"
-    fills = False
     credit = 4
 
     def __init__(self, transport: Mapping[str, Any], timeout: float) -> None:
@@ -168,7 +186,7 @@ class Offered:
         with self._changed:
             self._lanes = [_Lane() for _ in range(senders)]
 
-    def make(self, what: str, message: Mapping[str, Any], data: bytes | memoryview | None) -> Arrival:
+    def make(self, what: str, message: Mapping[str, Any], data: bytes | memoryview | None) -> Arrival | Stream:
         """The bucket that an HTTP message tells of. Raises Refused for one that cannot be understood."""
         raise NotImplementedError
 
@@ -189,7 +207,7 @@ class Offered:
             raise offer.error if isinstance(offer.error, Refused) else Refused("bad_bucket", str(offer.error))
         return {"sender": header.sender, "number": header.number, "applied": True, "repeated": repeated}
 
-    def offer(self, header: Header, arrival: Arrival) -> tuple[_Offer, bool]:
+    def offer(self, header: Header, arrival: Arrival | Stream) -> tuple[_Offer, bool]:
         """Hand a bucket to the thread of its sender; True when it is one that came before. Raises Refused when no push,
         or no such sender, expects it."""
         with self._changed:
@@ -215,7 +233,7 @@ class Offered:
             self._changed.notify_all()
             return offer, False
 
-    def next(self, sender: int) -> Arrival:
+    def next(self, sender: int) -> Arrival | Stream:
         end = time.monotonic() + self.timeout
         with self._changed:
             lane = self._lanes[sender]
@@ -232,7 +250,7 @@ class Offered:
             known.error = error  # before the event that both share: a repeated message gets the same answer
             offer.done(error)
 
-        return Arrival(offer.arrival.header, offer.arrival.take, done)
+        return replace(offer.arrival, done=done)
 
     def abort(self, reason: str) -> None:
         with self._changed:
@@ -244,11 +262,14 @@ class Offered:
         for offer in left:
             offer.done(Refused("aborted", f"The push was aborted: {reason}."))
 
+    def settled(self, timeout: float) -> bool:
+        return True
+
     def close(self) -> None:
         self.abort("the inlet was closed")
 
 
-def _gone(header: Header, buffer: Array | None) -> Array:
+def _gone(header: Header) -> Array:
     raise ProtocolError(f"Bucket {header.number} was taken before.")
 
 
@@ -262,7 +283,7 @@ class InlineInlet(Offered):
             raise Refused("bad_request", "This transport takes buckets as application/octet-stream, header first.")
         view = memoryview(data)
 
-        def take(header: Header, _: Array | None) -> Array:
+        def take(header: Header) -> Array:
             payload = np.frombuffer(view[HEADER_BYTES:], np.uint8)
             if payload.nbytes != header.nbytes:
                 raise ProtocolError(

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..codecs import Array
 from ..errors import ChannelError
-from .channel import Channel, open_channel, open_store
+from .blocks import NUMBER_BYTES
+from .channel import Channel, Pending, open_channel, open_store
 from .checking import MOST_SENDERS, number, seconds, text
-from .inlet import Arrival, InletClosed
+from .inlet import InletClosed, Stream
 from .refusals import Refused
-from .wire import HEADER_BYTES, Header, ProtocolError
+from .wire import HEAD_BYTES, HEADER_BYTES, LAST, Header
 
 
 class GroupInlet:
     """See `inlet.Inlet`. The join's transport: {kind, host, port, names: [group per sender], rank, world, timeout}."""
-
-    fills = True
 
     def __init__(self, transport: Mapping[str, Any], timeout: float) -> None:
         self.kind = str(transport["kind"])
@@ -33,6 +33,8 @@ class GroupInlet:
         self._names: list[str] = names
         self._timeout = seconds(transport, "timeout", timeout)
         self._channels: list[Channel] = []
+        self._heads: dict[int, tuple[Array, Pending]] = {}  # by sender: what comes next
+        self._filling: dict[int, list[Pending]] = {}  # by sender, which has a thread of its own
         self._aborted: str | None = None
 
     def open(self) -> None:
@@ -53,22 +55,41 @@ class GroupInlet:
         if senders != len(self._channels):
             raise Refused("bad_manifest", f"The manifest has {senders} senders; {len(self._channels)} joined.")
 
-    def next(self, sender: int) -> Arrival:
+    def next(self, sender: int) -> Stream:
+        """See `transport_groups` for what comes when."""
         channel = self._channels[sender]
-        header = np.empty(HEADER_BYTES, np.uint8)
-        self._fill(channel, header)
+        head, coming = self._heads.pop(sender, None) or self._head(channel)
+        self._wait(coming)
 
-        def take(header: Header, buffer: Array | None) -> Array:
-            if buffer is None or buffer.nbytes != header.nbytes:
-                raise ProtocolError(f"Bucket {header.number}: no buffer of {header.nbytes} bytes to receive into.")
-            self._fill(channel, buffer)
-            return buffer
+        def numbers(header: Header) -> Array:
+            return head[HEADER_BYTES:][: header.blocks * NUMBER_BYTES]
 
-        return Arrival(header.tobytes(), take)
+        def fill(header: Header, places: Sequence[Array]) -> Callable[[], None]:
+            if not header.flags & LAST:
+                self._heads[sender] = self._head(channel)
+            body: list[Pending] = []
+            filling = self._filling[sender] = [p for p in self._filling.get(sender, ()) if not p.settled(0)]
+            for place in places:
+                body.append(channel.broadcast(place))
+                filling.append(body[-1])  # each at once: an abort may come before the next one
 
-    def _fill(self, channel: Channel, buffer: Array) -> None:
+            def wait() -> None:
+                for part in body:
+                    self._wait(part)
+
+            return wait
+
+        return Stream(head[:HEADER_BYTES].tobytes(), numbers, fill)
+
+    @staticmethod
+    def _head(channel: Channel) -> tuple[Array, Pending]:
+        """Where the next head comes."""
+        head = np.empty(HEAD_BYTES, np.uint8)
+        return head, channel.broadcast(head)
+
+    def _wait(self, pending: Pending) -> None:
         try:
-            channel.broadcast(buffer).wait()
+            pending.wait()
         except ChannelError as error:
             if self._aborted is not None:
                 raise InletClosed(f"The push was aborted: {self._aborted}.") from error
@@ -81,6 +102,11 @@ class GroupInlet:
         self._aborted = self._aborted or reason
         for channel in list(self._channels):
             channel.abort(reason)
+
+    def settled(self, timeout: float) -> bool:
+        end = time.monotonic() + timeout
+        filling = [pending for some in list(self._filling.values()) for pending in some]
+        return all(pending.settled(max(0.0, end - time.monotonic())) for pending in filling)
 
     def close(self) -> None:
         self.abort("the inlet was closed")

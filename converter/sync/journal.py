@@ -14,7 +14,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import secrets
+import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +44,7 @@ class Known:
 
     hub      the name that the hub goes by: one that is started again has its lease still
     epoch    the highest that was used; `version` the last one that was decided, with its root
+    before   version and root of the decision before that: what is true again where that one is taken back
     pending  decided, and not confirmed by all
     begun    a push that was neither decided nor called off: presumed aborted
     """
@@ -50,6 +53,7 @@ class Known:
     epoch: int = 0
     version: int = 0
     root: str = ""
+    before: tuple[int, str] = (0, "")
     pending: Pending | None = None
     begun: int | None = None
     snapshot: str = ""
@@ -150,11 +154,14 @@ class Journal:
         assert path is not None
         entries: list[dict[str, Any]] = [{"event": "hub", "hub": k.hub}]
         pending = k.pending
-        commit = {"event": "commit", "epoch": k.epoch, "version": k.version, "root": k.root, "servers": []}
+        before, root = k.before if pending is not None else (k.version, k.root)
+        entries += [
+            {"event": "epoch", "epoch": k.epoch},
+            {"event": "commit", "epoch": 0, "version": before, "root": root, "servers": []},
+        ]
         if pending is not None:
-            commit |= {"epoch": pending.epoch, "version": pending.version, "servers": pending.servers}
-            commit["root"] = pending.root
-        entries += [{"event": "epoch", "epoch": k.epoch}, commit]
+            said = {"epoch": pending.epoch, "version": pending.version, "root": pending.root}
+            entries.append({"event": "commit", **said, "servers": pending.servers})
         if k.snapshot:
             entries.append({"event": "retained", "version": k.version, "snapshot": k.snapshot})
         new = path.with_name(f".{path.name}.new")
@@ -168,7 +175,9 @@ class Journal:
 
 
 def _new_name() -> str:
-    return f"hub-{secrets.token_hex(6)}"
+    """Says where to look for a hub that holds a lease."""
+    host = re.sub(r"[^A-Za-z0-9.-]", "", socket.gethostname())[:40]
+    return f"hub-{host}-{secrets.token_hex(6)}"
 
 
 def _append(fd: int, data: bytes) -> None:
@@ -200,6 +209,7 @@ def _take(known: Known, entry: dict[str, Any]) -> None:
         known.begun = int(entry["version"])
     elif event == "commit":
         servers = [str(s) for s in entry["servers"]]
+        known.before = (known.version, known.root)
         known.version, known.root, known.begun = int(entry["version"]), str(entry["root"]), None
         known.epoch = max(known.epoch, int(entry["epoch"]))
         known.pending = Pending(known.version, int(entry["epoch"]), known.root, servers) if servers else None
@@ -211,7 +221,8 @@ def _take(known: Known, entry: dict[str, Any]) -> None:
     elif event == "abort":
         known.begun = None
         if known.pending is not None and known.pending.version == int(entry["version"]):
-            known.pending = None  # the decision's own line failed to be written, and was taken back
+            known.pending = None  # nobody had been told of it yet: it never was
+            known.version, known.root = known.before
     elif event == "retained":
         known.snapshot = str(entry["snapshot"])
     else:

@@ -20,6 +20,8 @@ class Member:
 
     status  as it was last seen; `joined` (epoch, the server's own name) since it joined
     behind  why it is left out of the current epoch, or ""
+    silent  what it did when it was asked for the last time in this push, where it gave no answer; else ""
+    called_off  whether it was told of the end of this push, or could not be
     """
 
     sink: Sink
@@ -28,6 +30,8 @@ class Member:
     status: SinkStatus
     joined: tuple[int, str] | None = None
     behind: str = ""
+    silent: str = ""
+    called_off: bool = False
 
     @property
     def url(self) -> str:

@@ -1,8 +1,9 @@
-"""How much memory a second copy takes, and how much is free."""
+"""A second copy: how much memory it takes, how much is free, and how it is made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,14 @@ def bytes_of(target: Any) -> dict[str, int]:
     for (device, _), size in seen.items():
         total[device] = total.get(device, 0) + size
     return total
+
+
+def twin(target: Any) -> Any:
+    """A copy with memory of its own. Tensors that share memory in the original share it in the copy."""
+    if not isinstance(target, Mapping):
+        return copy.deepcopy(target)
+    memo: dict[int, Any] = {}
+    return {name: copy.deepcopy(value, memo) for name, value in target.items()}
 
 
 def free(device: str) -> int | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..checkpoint import wanted_name
 from ..errors import PlanError, Problems
+from ..explaining import AXES
 from .blocks import check_tiling
 from .sink import SinkLayout
 from .source import Source, check_types
@@ -31,6 +32,21 @@ class Planned:
     lora: dict[str, Any] | None = None
 
 
+_FIELDS = {
+    "layers": "num_hidden_layers",
+    "tied": "tie_word_embeddings",
+    "v": "vocab_size",
+    "h": "hidden_size",
+    "n": "num_attention_heads",
+    "g": "num_key_value_heads",
+    "d": "head_dim",
+    "f": "intermediate_size",
+    "m": "the experts' intermediate_size",
+    "s": "the shared experts' intermediate_size",
+}
+"""What users call a size: the fields of a config that most families have."""
+
+
 def one_layout(layouts: Mapping[str, SinkLayout]) -> SinkLayout:
     """What all servers hold alike. Raises PlanError with every atom in which one differs from the first."""
     problems = Problems()
@@ -41,6 +57,12 @@ def one_layout(layouts: Mapping[str, SinkLayout]) -> SinkLayout:
             problems.add(url, f"holds {layout.model.get('family')}, {first_url} {first.model.get('family')}")
             continue
         theirs = {a.name: a for a in layout.atoms}
+        differ = [(a.dtype, b.dtype) for a in first.atoms if (b := theirs.get(a.name)) and a.dtype != b.dtype]
+        shapes = [{(n, tuple(a.shape)) for n, a in held.items()} for held in (ours, theirs)]
+        if shapes[0] == shapes[1] and len(set(differ)) == 1:  # one line says it as well as one for each atom
+            what = f"holds {differ[0][1]} where {first_url} has {differ[0][0]} ({len(differ)} of {len(ours)} atoms)"
+            problems.add(url, what, "start them with the same --dtype")
+            continue
         for name in [*ours, *(n for n in theirs if n not in ours)]:
             a, b = ours.get(name), theirs.get(name)
             if a != b:
@@ -91,11 +113,11 @@ def _check_model(source: Source, layout: SinkLayout, problems: Problems) -> None
         problems.add("model_type", f"is {source.family} in {source.label}, and {family} on the servers")
         return
     theirs = layout.model.get("sizes") or {}
-    for name in sorted({*source.sizes, *theirs} - {"mtp"}):
+    for name in sorted({*source.sizes, *theirs} - {"mtp", "o", "x"}):  # the last two follow from others
         a, b = source.sizes.get(name), theirs.get(name)
         if a != b:
-            meaning = {"tied": "tie_word_embeddings", "v": "vocab_size", "layers": "num_hidden_layers"}.get(name, name)
-            problems.add(str(meaning), f"is {a} in {source.label}, and {b} on the servers")
+            field_ = _FIELDS.get(name) or str(AXES.get(name, name))
+            problems.add(field_, f"is {a} in {source.label}, and {b} on the servers")
 
 
 def _check_atoms(source: Source, atoms: Sequence[Atom], problems: Problems, notes: list[str]) -> None:

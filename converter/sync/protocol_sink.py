@@ -23,8 +23,13 @@ class ProtocolSink:
         self.tier: Tier = "swap"
         self._policy = dict(commit_policy or {})
 
+    @property
+    def _soon(self) -> float:
+        """Seconds for what a server answers at once, however busy it is."""
+        return min(10.0, self.client.timeout)
+
     def status(self) -> SinkStatus:
-        raw = self.client.get("/ws/status", timeout=min(10.0, self.client.timeout), attempts=1)
+        raw = self.client.get("/ws/status", timeout=self._soon, attempts=1)
         if raw.get("protocol") != PROTOCOL:
             raise ServerRefused(
                 "protocol",
@@ -56,10 +61,10 @@ class ProtocolSink:
             raise ServerRefused("wrong_dialect", f"{self.url}: GET /ws/layout tells no layout ({error!r}).") from error
 
     def lease(self, hub: str, ttl: float) -> None:
-        self.client.post("/ws/lease", {"hub": hub, "ttl": ttl}, idempotent=True)
+        self.client.post("/ws/lease", {"hub": hub, "ttl": ttl}, idempotent=True, timeout=self._soon)
 
     def release(self) -> None:
-        self.client.delete("/ws/lease", {"hub": self.hub})
+        self.client.delete("/ws/lease", {"hub": self.hub}, timeout=self._soon)
 
     def join(self, epoch: int, transport: Mapping[str, Any]) -> None:
         body = {"hub": self.hub, "run": self.run, "epoch": epoch, "transport": dict(transport)}
@@ -87,7 +92,7 @@ class ProtocolSink:
         body: dict[str, Any] = {"hub": self.hub, "epoch": self.epoch, "reason": reason}
         if version is not None:
             body["version"] = version
-        self.client.post("/ws/abort", body, idempotent=True)
+        self.client.post("/ws/abort", body, idempotent=True, timeout=min(20.0, self.client.timeout))
 
     def digests(self, names: Iterable[str] | None = None) -> dict[str, str]:
         answer = self.client.get("/ws/digests")

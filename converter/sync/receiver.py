@@ -239,6 +239,8 @@ class Receiver(Session):
         if not push.reception.wait(self.timeout * HTTP_MARGIN):
             left = push.ledger.missing
             raise Refused("timeout", f"{left} blocks of {push.ledger.came.size} are not there yet.")
+        if push.reception.error is None and not push.staging.wait(self.timeout * HTTP_MARGIN):
+            raise Refused("timeout", f"What version {version} leaves as it is was not looked through in time.")
         with self._lock:
             if self._push is not push:
                 raise Refused("aborted", f"Version {version} was aborted.", error=self._error)
@@ -263,7 +265,8 @@ class Receiver(Session):
         except ConvertError as error:
             self._has_failed(error)
             assert self._error is not None
-            raise Refused("failed", f"Version {push.version} is not staged: {error}", reason=self._error) from error
+            code = "base_mismatch" if getattr(error, "code", "") == "base_mismatch" else "failed"
+            raise Refused(code, f"Version {push.version} is not staged: {error}", reason=self._error) from error
         push.root = found
         self._state = "staged"
 

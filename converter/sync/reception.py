@@ -1,7 +1,8 @@
 """One push on its way in: threads that receive, threads that hash and apply, and the first thing that went wrong.
 
-Receiving and applying overlap. After an error nothing more is applied, but the buckets are still taken (drained): a
-server that left the collectives would make all others wait.
+Receiving and applying overlap. What can be is received right where it belongs: the stage serves nobody, and what is
+wrong with it is found before it does. After an error nothing more is applied, but the buckets are still taken
+(drained): a server that left the collectives would make all others wait.
 """
 
 from __future__ import annotations
@@ -12,23 +13,44 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 
 from ..codecs import Array
 from ..errors import ConvertError
-from .blocks import NUMBER_BYTES, Blocks
+from .blocks import LONG, NUMBER_BYTES, Blocks, Run, parts_of
 from .checking import largest_payload
-from .inlet import Arrival, Inlet, InletClosed
+from .inlet import Arrival, Inlet, InletClosed, Stream
 from .ledger import DIGEST, Ledger, bucket_digest
 from .staging import WINDOW, Staging
-from .wire import ABORT, LAST, Header, Manifest, ProtocolError
+from .wire import ABORT, CALLED_OFF, LAST, MOST_NUMBERS, Header, Manifest, ProtocolError
 
 log = logging.getLogger("areal_convert.sync")
 
 APPLIERS = 2
 """Threads that hash and write: together they are faster than a network."""
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """One bucket on its way into the stage.
+
+    runs    of its blocks, each with its bytes, and where these go: the same memory (they were received there), other
+            memory, or (None) block by block wherever the stage wants them
+    wait    until the bytes are there
+    buffer  memory that is free again when they are applied
+    """
+
+    header: Header
+    arrival: Arrival | Stream
+    numbers: Array
+    lengths: Array
+    runs: list[tuple[Run, Array, Array | None]]
+    wait: Callable[[], None]
+    buffer: Array | None = None
+    drained: bool = False
 
 
 class Reception:
@@ -98,7 +120,11 @@ class Reception:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, end - time.monotonic()))
-        self._appliers.shutdown(wait=True, cancel_futures=True)
+        self._appliers.shutdown(wait=True)  # what is left in it waits for nothing any more
+
+    def settled(self, timeout: float) -> bool:
+        """Whether nothing is received any more into the stage, waiting so long for it."""
+        return self._inlet.settled(timeout)
 
     # -------------------------------------------------------------------------------------------- receiving
 
@@ -148,7 +174,7 @@ class Reception:
                 self.began = time.monotonic()
                 self._changed()
             if header.flags & ABORT:
-                self._fail(ProtocolError(f"The hub called the push off (sender {sender}, bucket {header.number})."))
+                self._fail(ProtocolError(f"{CALLED_OFF} (sender {sender}, bucket {header.number})."))
                 arrival.done(self.error)
                 return True
             self._take(arrival, header)
@@ -172,91 +198,147 @@ class Reception:
             raise ProtocolError(f"{where}: there is no flag {header.flags:#x}.")
         if header.nbytes > self._limit:
             raise ProtocolError(f"{where} has {header.nbytes} bytes; {self._limit} are the most.")
+        if header.blocks > MOST_NUMBERS:
+            raise ProtocolError(f"{where} has {header.blocks} blocks; {MOST_NUMBERS} are the most.")
         if header.flags & ABORT and header.nbytes:
             raise ProtocolError(f"{where}: an abort with a payload of {header.nbytes} bytes.")
 
-    def _take(self, arrival: Arrival, header: Header) -> None:
+    def _take(self, arrival: Arrival | Stream, header: Header) -> None:
         """Receive a payload, and hand it on."""
-        buffer: Array | None = None
         try:
-            if not header.nbytes:
-                payload = np.empty(0, np.uint8)
-            elif self._inlet.fills:
-                buffer = self._buffers.get()
-                if buffer is None:
-                    buffer = np.empty(self._limit, np.uint8)
-                payload = arrival.take(header, buffer[: header.nbytes])
-            else:
-                payload = arrival.take(header, None)
+            bucket = self._stream(arrival, header) if isinstance(arrival, Stream) else self._view(arrival, header)
         except BaseException as error:
-            self._give_back(buffer)
             arrival.done(error if isinstance(error, ConvertError) else ProtocolError(str(error)))
             raise
         try:
-            self._appliers.submit(self._applied, arrival, header, payload, buffer)
+            self._appliers.submit(self._applied, bucket)
         except RuntimeError:  # cancelled meanwhile
-            self._give_back(buffer)
+            if bucket.buffer is not None:
+                self._buffers.put(None)
             arrival.done(self.error or InletClosed("The push was aborted."))
 
-    def _give_back(self, buffer: Array | None) -> None:
-        if self._inlet.fills:
-            self._buffers.put(buffer)
+    def _view(self, arrival: Arrival, header: Header) -> _Bucket:
+        """A bucket that is in memory."""
+        payload = arrival.take(header)
+        bucket = _Bucket(header, arrival, np.empty(0, np.int64), np.empty(0, np.int64), [], _at_once)
+        try:
+            bucket.numbers, bucket.lengths, start = self._numbers(header, payload[: NUMBER_BYTES * header.blocks])
+            self.ledger.claim(header.sender, bucket.numbers)
+        except ProtocolError as error:
+            self._fail(error)
+            return bucket
+        for run in self._blocks.runs(bucket.numbers, bucket.lengths):
+            bucket.runs.append((run, payload[start : start + run.nbytes], self._staging.where(run)))
+            start += run.nbytes
+        return bucket
+
+    def _stream(self, arrival: Stream, header: Header) -> _Bucket:
+        """A bucket whose bytes are still to come: let them come where they belong, or into a buffer. Raises
+        ProtocolError when nobody knows how many they are."""
+        if header.blocks * NUMBER_BYTES > header.nbytes:
+            raise self._too_few(header, header.nbytes)
+        numbers, lengths, _ = self._numbers(header, arrival.numbers(header))
+        bucket = _Bucket(header, arrival, numbers, lengths, [], _at_once)
+        try:
+            self.ledger.claim(header.sender, numbers)
+        except ProtocolError as error:
+            self._fail(error)
+        bucket.drained = self.error is not None
+        places, filled = [], 0
+        for runs in parts_of(self._blocks.runs(numbers, lengths)):
+            nbytes = sum(run.nbytes for run in runs)
+            target = self._staging.where(runs[0]) if runs[0].nbytes >= LONG and not bucket.drained else None
+            if target is not None:
+                bucket.runs.append((runs[0], target, target))
+                places.append(target)
+                continue
+            if bucket.buffer is None:
+                found = self._buffers.get()
+                bucket.buffer = found if found is not None else np.empty(self._limit, np.uint8)
+            places.append(bucket.buffer[filled : filled + nbytes])
+            for run in runs:
+                where = self._staging.where(run) if not bucket.drained else None
+                bucket.runs.append((run, bucket.buffer[filled : filled + run.nbytes], where))
+                filled += run.nbytes
+        bucket.wait = arrival.fill(header, places)
+        return bucket
 
     # -------------------------------------------------------------------------------------------- applying
 
-    def _applied(self, arrival: Arrival, header: Header, payload: Array, buffer: Array | None) -> None:
+    def _applied(self, bucket: _Bucket) -> None:
+        landed = self._cancelled is None and self._landed(bucket)
         try:
-            if self.error is None and self._cancelled is None:
-                self._apply(header, payload)
+            if landed and self.error is None and self._cancelled is None:
+                self._apply(bucket)
                 with self._lock:
-                    self.bytes += header.nbytes
+                    self.bytes += bucket.header.nbytes
                     self.buckets += 1
         except ConvertError as error:
             self._fail(error)
         except Exception as error:
             log.exception("applying version %d failed", self.manifest.version)
-            self._fail(ProtocolError(f"{_named(header)} was not applied: {type(error).__name__}: {error}"))
+            self._fail(ProtocolError(f"{_named(bucket.header)} was not applied: {type(error).__name__}: {error}"))
         finally:
-            if buffer is not None:
-                self._give_back(buffer)
-            arrival.done(self.error)
+            if bucket.buffer is not None:  # what did not land may still be written to: nobody gets that memory again
+                self._buffers.put(bucket.buffer if landed else None)
+            bucket.arrival.done(self.error or (InletClosed("The push was aborted.") if self._cancelled else None))
 
-    def _apply(self, header: Header, payload: Array) -> None:
-        """Hash every block and write it to its places. The stage serves nobody: what is wrong is found before it does.
+    def _landed(self, bucket: _Bucket) -> bool:
+        """Wait for the bytes; False when they do not come."""
+        try:
+            bucket.wait()
+            return True
+        except InletClosed as error:
+            self._fail(error)
+        except ConvertError as error:
+            self._fail(error, broken=True)
+        except Exception as error:  # nobody asks for what this thread raises
+            log.exception("receiving version %d failed", self.manifest.version)
+            self._fail(ProtocolError(f"{_named(bucket.header)}: {type(error).__name__}: {error}"), broken=True)
+        return False
 
-        Raises ProtocolError.
-        """
-        numbers, lengths, start = self._numbers(header, payload)
-        self.ledger.claim(header.sender, numbers)
+    def _apply(self, bucket: _Bucket) -> None:
+        """Hash every block, and write it to its places unless it came there. Raises ProtocolError."""
+        numbers, lengths = bucket.numbers.tolist(), bucket.lengths.tolist()
         digests = np.empty((len(numbers), DIGEST), np.uint8)
-        view = memoryview(payload)  # type: ignore[arg-type]
-        ends = start + np.cumsum(lengths)
-        for n, (number, end) in enumerate(zip(numbers.tolist(), ends.tolist(), strict=True)):
-            begin = end - int(lengths[n])
-            digests[n] = np.frombuffer(xxhash.xxh3_128_digest(view[begin:end]), np.uint8)
-            self._staging.put(number, payload[begin:end])
-            if self._cancelled is not None:
-                return
-        if bucket_digest(numbers.astype("<u4"), digests) != header.digest:
-            raise ProtocolError(f"{_named(header)} is damaged: its bytes are not those that were sent.")
-        self.ledger.record(numbers, digests)
+        for run, data, target in bucket.runs:
+            begin = 0
+            for n in range(run.at, run.at + run.blocks):
+                end = begin + lengths[n]
+                block = data[begin:end]
+                digests[n] = np.frombuffer(xxhash.xxh3_128_digest(block.data), np.uint8)
+                if target is None:
+                    self._staging.put(numbers[n], block)
+                elif target is not data:
+                    target[begin:end] = block
+                begin = end
+                if self._cancelled is not None:
+                    return
+        if bucket_digest(bucket.numbers.astype("<u4"), digests) != bucket.header.digest:
+            raise ProtocolError(f"{_named(bucket.header)} is damaged: its bytes are not those that were sent.")
+        self.ledger.record(bucket.numbers, digests)
 
-    def _numbers(self, header: Header, payload: Array) -> tuple[Array, Array, int]:
-        """(block numbers, their lengths, where the first one's bytes begin); all of the payload must be theirs."""
+    def _numbers(self, header: Header, said: Array) -> tuple[Array, Array, int]:
+        """(block numbers, their lengths, where the first one's bytes begin) from the numbers' bytes; all of the payload
+        must be theirs. Raises ProtocolError."""
         start = NUMBER_BYTES * header.blocks
-        if start > payload.nbytes:
-            raise ProtocolError(f"{_named(header)} has {payload.nbytes} bytes, too few for {header.blocks} blocks.")
-        numbers = payload[:start].view("<u4").astype(np.int64)
+        if start > header.nbytes:
+            raise self._too_few(header, header.nbytes)
+        numbers = said.view("<u4").astype(np.int64)
         beyond = numbers[numbers >= self._blocks.count]
         if beyond.size:
             raise ProtocolError(f"{_named(header)}: there is no block {int(beyond[0])} of {self._blocks.count}.")
         lengths = self._blocks.lengths(numbers)
-        if start + int(lengths.sum()) != payload.nbytes:
+        if start + int(lengths.sum()) != header.nbytes:
             raise ProtocolError(
-                f"{_named(header)} has {payload.nbytes} bytes; its {header.blocks} blocks make "
+                f"{_named(header)} has {header.nbytes} bytes; its {header.blocks} blocks make "
                 f"{start + int(lengths.sum())}."
             )
         return numbers, lengths, start
+
+    @staticmethod
+    def _too_few(header: Header, nbytes: int) -> ProtocolError:
+        return ProtocolError(f"{_named(header)} has {nbytes} bytes, too few for {header.blocks} blocks.")
 
     def _fail(self, error: ConvertError, *, broken: bool = False) -> None:
         """Remember the first error. `broken`: the transport cannot go on, so everybody in it is freed."""
@@ -268,6 +350,10 @@ class Reception:
         if broken:
             self._inlet.abort(str(error))
         self._changed()
+
+
+def _at_once() -> None:
+    """Nothing to wait for."""
 
 
 def _named(header: Header) -> str:

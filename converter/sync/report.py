@@ -36,7 +36,8 @@ class PushReport:
 
     bytes       of the model in the servers' element types; `sent_bytes` of them those that were sent
     seconds     per phase: plan, join, prepare, send, seal, load (fenced servers), commit, retain; and `total`
-    gb_per_s    of the model's bytes over the send phase
+    transport   as servers with a stage get it; none: there are only fenced ones, which take tensor by tensor
+    gb_per_s    of the model's bytes over the send phase (fenced servers alone: load)
     pause_s     url → seconds in which that server answered nobody
     root        digest of all blocks' digests; `digests`: atom → xxh3_128 where they were asked for
     rank_waited seconds in which this sender waited for the wire
@@ -60,7 +61,8 @@ class PushReport:
 
     @property
     def gb_per_s(self) -> float:
-        return self.bytes / 1e9 / max(self.seconds.get("send", 0.0), 1e-9)
+        phase = "load" if self.transport == "none" else "send"
+        return self.bytes / 1e9 / max(self.seconds.get(phase, 0.0), 1e-9)
 
     @property
     def pause_s(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from ..codecs import Array
-from ..errors import ConvertError, Problem, SyncAborted
+from ..errors import ConvertError, Problem, ServerRefused, SourceError, SyncAborted
 from ..peers import Peers
 from .blocks import Blocks
 from .channel import own_address
@@ -25,12 +25,14 @@ from .client import Client
 from .fleet import Fleet
 from .ledger import DIGEST, layout_key, root_of
 from .members import Member
+from .nowhere import Nowhere
 from .planning import Planned
-from .sending import Sender, Sent, hash_all
+from .sending import Sender, Sent
 from .source import Source
 from .transport import OnProgress, Peer, Place, Transport, choose, make
 from .transports.delta import Base, Holds
 from .transports.delta import choose as choose_delta
+from .transports.segments import host_id
 from .wire import Manifest
 
 T = TypeVar("T")
@@ -62,6 +64,7 @@ class How:
     transport  auto or a kind; `options` for it
     host       this machine's address as the servers reach it; None: found out
     anchor     every so many deltas a whole push
+    allow_nan  whether weights with NaN may leave
     """
 
     transport: str = "auto"
@@ -72,6 +75,7 @@ class How:
     host: str | None = None
     mode: str = "full"
     anchor: int = 0
+    allow_nan: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     progress: OnProgress | None = None
 
@@ -119,7 +123,9 @@ class Round:
         self.transport: Transport | None = None
         self.travelling = False
         self.fenced: dict[str, str] = {}
-        self._run = peers.exchange(secrets.token_hex(4))[0]
+        self.rebased = ""  # why a delta was refused, until the full push that takes its place is announced
+        said = peers.exchange((secrets.token_hex(4), host_id()))
+        self._run, self._hosts = said[0][0], [host for _, host in said]
 
     def lead(self, what: str, action: Callable[[Fleet], T]) -> T:
         """A step that the first rank takes, and all hear of."""
@@ -138,12 +144,14 @@ class Round:
             wanted = fleet.next_version() if version is None else version
             fleet.check_version(wanted, members)
             staged = [m for m in members if m.staged]
-            kind = choose(self.how.transport, [Peer(m.url, m.status.raw) for m in staged]) if staged else "none"
+            kind = choose(self.how.transport, as_all_see(staged, self._hosts)) if staged else "none"
             urls = tuple(m.url for m in staged)
             old = tuple(m.url for m in self.members if m.staged)
             gone = any(m.joined is None or m.joined[0] != self.epoch for m in staged)
             rejoin = bool(staged) and (self.transport is None or gone or urls != old or self.transport.kind != kind)
             self.members = list(members)
+            for member in members:
+                member.silent, member.called_off = "", False
             holds = tuple(Holds(m.url, m.status.version, m.status.root) for m in staged)
             return Agenda(wanted, urls, tuple(m.url for m in members), rejoin, kind, holds)
 
@@ -162,8 +170,17 @@ class Round:
             return offer
 
         offer = self.lead("Inviting the servers", invite)
-        self.peers.together("Joining the epoch", lambda: transport.open(offer))
+        self.peers.together("Joining the epoch", lambda: self._open(transport, offer))
         self.lead("Joining the epoch", lambda fleet: fleet.await_joined(self.members, self.epoch))
+
+    def _open(self, transport: Transport, offer: dict[str, Any]) -> None:
+        """A server that could not open its end has said why, and the transport knows only that it did not come."""
+        try:
+            transport.open(offer)
+        except ConvertError as error:
+            if self.fleet is not None:
+                self.fleet.check_joining(self.members, self.epoch, error)
+            raise
 
     def _place(self, agenda: Agenda) -> Place:
         how = self.how
@@ -185,7 +202,7 @@ class Round:
         blocks = Blocks(manifest)
         delta = manifest.mode == "delta"
         with clock.phase("prepare"):
-            self.lead("Preparing", lambda fleet: fleet.prepare(self.members, manifest))
+            self._on_base("Preparing", lambda fleet: fleet.prepare(self.members, manifest))
         self.travelling = True
         with clock.phase("send"):
             sent = self._send(source, manifest, blocks, self.base.digests if delta and self.base else None)
@@ -193,13 +210,31 @@ class Round:
             rows = self.peers.exchange(sent.digests.tobytes())
             digests = np.frombuffer(b"".join(rows), np.uint8).reshape(-1, DIGEST)
             root = root_of(digests)
-            self.lead("Sealing", lambda fleet: fleet.seal(self.members, manifest.version, root))
+            self._on_base("Sealing", lambda fleet: fleet.seal(self.members, manifest.version, root))
         totals = self.peers.exchange((sent.bytes, sent.buckets))
         key, own = layout_key(manifest), sent.digests
         since = self.base.since + 1 if delta and self.base else 0
         base = Base(manifest.version, root, key, own, since)
         total, buckets = (sum(column) for column in zip(*totals, strict=True))
         return Staged(manifest, blocks, root, sent, total, buckets, base, notes)
+
+    def _on_base(self, what: str, act: Callable[[Fleet], object]) -> None:
+        """A step of the first rank that a server may refuse because it has not what a delta is built upon. Then it is
+        the same error on every rank: all of them go on with a full push."""
+
+        def tried(fleet: Fleet) -> str:
+            try:
+                act(fleet)
+            except ServerRefused as error:
+                if error.code != "base_mismatch":
+                    raise
+                return str(error)
+            return ""
+
+        other = self.lead(what, tried)
+        if other:
+            self.base, self.rebased = None, other
+            raise ServerRefused("base_mismatch", other, retryable=True)
 
     def _manifest(self, planned: Planned, agenda: Agenda) -> tuple[Manifest, list[str]]:
         """What is announced; a delta where it was asked for and can be."""
@@ -217,17 +252,18 @@ class Round:
         )
         self.peers.agree("The manifest of the push", layout_key(manifest))
         choice = choose_delta(how.mode, self.base, layout_key(manifest), agenda.holds, how.anchor)
-        if choice.delta and self.base is not None:
+        if choice.delta and self.base is not None and agenda.urls:  # fenced servers take all of it
             manifest.mode, manifest.base = "delta", (self.base.version, self.base.root)
         if planned.lora is not None:
             manifest.mode, manifest.base, manifest.lora = "lora", None, planned.lora
             return manifest, []
-        notes = [f"a full push: {choice.why}"] if choice.why and how.mode == "delta" else []
+        why, self.rebased = self.rebased or choice.why, ""
+        notes = [f"a full push: {why}"] if why and how.mode == "delta" else []
         return manifest, notes
 
     def _send(self, source: Source, manifest: Manifest, blocks: Blocks, base: Array | None) -> Sent:
         """This rank's blocks. The first rank looks after the servers meanwhile."""
-        transport = self.transport
+        transport = self.transport if self.transport is not None else Nowhere(manifest.bucket)
         rank, fleet, progress = self.peers.rank, self.fleet, self.how.progress
         total = int(blocks.lengths(blocks.of_sender(rank)).sum())
         done = 0
@@ -239,9 +275,7 @@ class Round:
                 progress("send", done, total)
 
         def act() -> Sent:
-            if transport is None:  # only fenced servers, which take whole tensors: there is a root all the same
-                return hash_all(source, manifest, blocks, rank)
-            sender = Sender(source, manifest, blocks, rank, transport, advance)
+            sender = Sender(source, manifest, blocks, rank, transport, advance, self.how.allow_nan)
             watch = fleet.watching(self.members, sender.call_off) if fleet is not None else nullcontext()
             try:
                 with watch:
@@ -250,7 +284,7 @@ class Round:
                 return sent
             except ConvertError as error:
                 if fleet is not None:  # before the other ranks are waited for: they may wait for these servers
-                    self.blamed = fleet.diagnose(self.members)
+                    self.blamed = {} if isinstance(error, SourceError) else fleet.diagnose(self.members)
                     fleet.abort(self.members, None, _short(error))
                 raise
 
@@ -283,8 +317,16 @@ class Round:
         )
 
 
+def as_all_see(members: Sequence[Member], hosts: Sequence[str]) -> list[Peer]:
+    """The servers as every sender rank can reach them. Where the ranks are on several hosts (`hosts`: of each), some of
+    them share no memory with a server, wherever that is; the first rank, which chooses, would not see it."""
+    other = next((host for host in hosts if host != hosts[0]), None)
+    seen = {} if other is None else {"host": other}
+    return [Peer(m.url, {**m.status.raw, **seen}) for m in members]
+
+
 def _short(error: BaseException) -> str:
-    text = error.what if isinstance(error, ConvertError) else f"{type(error).__name__}: {error}"
+    text = error.what if isinstance(error, ConvertError) else f"{type(error).__name__}: {error}".removesuffix(": ")
     return text.rstrip(".")[:500] or type(error).__name__
 
 

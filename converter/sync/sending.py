@@ -1,5 +1,6 @@
-"""A sender's part of a push: read ‖ hash ‖ send. Blocks are read straight into a bucket's memory, hashed while they are
-in the cache, and the bucket travels while the next one is filled.
+"""A sender's part of a push: read ‖ hash ‖ send. What lies in memory as it travels is sent from there, where the
+transport can; everything else is read into a bucket's memory. Blocks are hashed while they are in the cache, and a
+bucket travels while the next one is filled.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,17 +17,21 @@ from itertools import pairwise
 import numpy as np
 import xxhash
 
-from ..codecs import Array
-from ..errors import SyncAborted
+from ..codecs import Array, bits, has_nan
+from ..dtypes import BY_NAME
+from ..errors import SourceError, SyncAborted
 from ..slots import Box
-from .blocks import NUMBER_BYTES, Blocks, by_bucket
+from .blocks import LONG, NUMBER_BYTES, Blocks, Run, by_bucket, parts_of
 from .ledger import DIGEST, bucket_digest
 from .source import Source
 from .transport import Transport
 from .wire import ABORT, LAST, Header, Manifest
 
-LOOKED_AT = 2 << 20
-"""Bytes that a thread reads at a time to find out what changed."""
+LOOKED_AT = 32 << 20
+"""Bytes that a thread looks at in one go to find out what changed."""
+
+AHEAD = 3
+"""Such parts that wait for every thread: the one that hands them out gets its turn only now and then."""
 
 
 @dataclass
@@ -57,20 +62,29 @@ class Sender:
     number: int
     transport: Transport
     advance: Callable[[int], None] = lambda n: None
+    allow_nan: bool = False
     stop: threading.Event = field(default_factory=threading.Event)
     reason: str = ""
-    workers: int = field(default_factory=lambda: max(1, min(4, len(os.sched_getaffinity(0)) // 2)))
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        self._reader = Reader(self.source, self.manifest, self.blocks)
 
     def send(self, base: Array | None = None) -> Sent:
         """Send all blocks, or (`base`: the digests of this sender's blocks in the version that the servers have) those
-        that changed. Raises SyncAborted after a stop, and whatever reading and the transport raise."""
+        that changed. Raises SyncAborted after a stop, SourceError for a NaN unless it is allowed, and whatever reading
+        and the transport raise."""
         start = time.perf_counter()
         mine = self.blocks.of_sender(self.number)
         sent = Sent(np.zeros((len(mine), DIGEST), np.uint8))
+        cores = len(os.sched_getaffinity(0))
+        # A transport has threads of its own, and they have work as soon as the first bucket is full; where little has
+        # changed they wait, and looking for it is all there is to do.
+        self.workers = self.workers or max(1, min(4, cores // 2 if base is None else cores))
         with ThreadPoolExecutor(self.workers, thread_name_prefix="areal-sync-read") as pool:
             numbers: Iterable[int] = mine
             if base is None:
-                self.source.expect(self._box(n) for n in mine)
+                self.source.expect(self._reader.what(n) for n in mine)
             else:
                 numbers = self._changed(pool, mine, base, sent)
             self.transport.begin(self.manifest.version)
@@ -109,44 +123,45 @@ class Sender:
         began = time.perf_counter()
         memory = self.transport.buffer()
         sent.waited += time.perf_counter() - began
-        payload = memory[:size]
         numbers = np.array(held, "<u4")
-        start = NUMBER_BYTES * len(held)
-        payload[:start] = numbers.view(np.uint8)
-        lengths = self.blocks.lengths(numbers)
+        bucket = _Bucket.of(self.blocks, numbers, memory[:size], self._reader, self.transport.straight)
         digests = np.empty((len(held), DIGEST), np.uint8)
-        ends = (start + np.cumsum(lengths)).tolist() if held else []
-        begins = [start, *ends[:-1]]
 
         def fill(some: range) -> None:
             for n in some:
                 if self.stop.is_set():
                     return
-                digests[n] = self._read(held[n], payload[begins[n] : ends[n]])
+                data = bucket.fill(n, self._reader)
+                digests[n] = _digest(data)
+                self._look_at(bucket.atoms[n], data)
 
         if self.workers == 1:  # the transport has threads of its own
             fill(range(len(held)))
         elif held:
-            for future in [pool.submit(fill, some) for some in _split(ends, start, self.workers)]:
+            for future in [pool.submit(fill, some) for some in _split(bucket.ends, bucket.start, self.workers)]:
                 future.result()
         self._check()
         sent.digests[np.asarray(held, np.int64) - first] = digests
         m = self.manifest
         digest = bucket_digest(numbers, digests)
         header = Header(m.epoch, m.version, self.number, sent.buckets, size, len(held), digest, flags)
-        self.transport.send(header, payload)
+        self.transport.send(header, bucket.parts)
         sent.buckets += 1
         sent.blocks += len(held)
-        sent.bytes += size - start
+        sent.bytes += size - bucket.start
         sent.payload += size
-        self.advance(size - start)
+        self.advance(size - bucket.start)
 
-    def _box(self, number: int) -> tuple[str, Box]:
-        atom, lo, hi = self.blocks.box(number)
-        return self.manifest.atoms[atom].name, Box(lo, hi)
-
-    def _read(self, number: int, out: Array) -> Array:
-        return _read(self.source, self.manifest, self.blocks, number, out)
+    def _look_at(self, number: int, data: Array) -> None:
+        """Raise SourceError for a NaN in a part of an atom, as a conversion does."""
+        if self.allow_nan:
+            return
+        atom = self.manifest.atoms[number]
+        if has_nan(data.view(bits(BY_NAME[atom.dtype].size)), atom.dtype):
+            raise SourceError(
+                f"{atom.name} holds NaN: these weights would answer nothing but NaN.",
+                hint="Look at the training run; allow_nan=True (--allow-nan) sends them all the same.",
+            )
 
     def _check(self) -> None:
         if self.stop.is_set():
@@ -160,7 +175,7 @@ class Sender:
         header = Header(m.epoch, m.version, self.number, sent.buckets, 0, 0, bytes(DIGEST), ABORT)
         try:
             self.transport.buffer()
-            self.transport.send(header, np.empty(0, np.uint8))
+            self.transport.send(header, [np.empty(0, np.uint8)])
             self.transport.finish()
         except Exception:  # the first error is the one to tell; the hub's abort reaches the servers over HTTP
             self.transport.abort(str(error))
@@ -170,27 +185,129 @@ class Sender:
     def _changed(self, pool: ThreadPoolExecutor, mine: range, base: Array, sent: Sent) -> Iterator[int]:
         """Numbers of the blocks whose digest is another than in `base`. All digests are noted; a few groups of blocks
         are looked at ahead. What changed is read again as it is sent, and its digest is then the one that counts."""
-        groups = by_bucket(self.blocks, mine, LOOKED_AT)
         ahead: deque[Future[list[int]]] = deque()
 
         def look(held: list[int]) -> list[int]:
-            changed = []
-            memory = np.empty(max(self.blocks.lengths(np.array(held, np.int64)).tolist()), np.uint8)
-            for number in held:
-                if self.stop.is_set():
-                    break
-                n = number - mine.start
-                sent.digests[n] = self._read(number, memory[: self.blocks.nbytes(number)])
-                if not np.array_equal(sent.digests[n], base[n]):
-                    changed.append(number)
+            if self.stop.is_set():
+                return []
+            numbers = np.array(held, np.int64)
+            rows = numbers - mine.start
+            sent.digests[rows] = found = self._reader.digests(numbers)
+            changed: list[int] = numbers[np.any(found != base[rows], axis=1)].tolist()
             return changed
 
-        for held, _ in groups:
+        for held, _ in by_bucket(self.blocks, mine, LOOKED_AT):
             ahead.append(pool.submit(look, held))
-            if len(ahead) > 2 * self.workers:
+            if len(ahead) > AHEAD * self.workers:
                 yield from ahead.popleft().result()
         while ahead:
             yield from ahead.popleft().result()
+
+
+class Reader:
+    """A source's blocks, by their numbers. For several threads."""
+
+    def __init__(self, source: Source, manifest: Manifest, blocks: Blocks) -> None:
+        self.source, self.manifest, self.blocks = source, manifest, blocks
+        self._flat: dict[int, Array | None] = {}
+
+    def what(self, number: int) -> tuple[str, Box]:
+        """The box of which atom a block is."""
+        atom, lo, hi = self.blocks.box(number)
+        return self.manifest.atoms[atom].name, Box(lo, hi)
+
+    def read(self, number: int, out: Array) -> None:
+        """Fill a block's memory."""
+        atom, lo, hi = self.blocks.box(number)
+        said = self.manifest.atoms[atom]
+        self.source.read(said.name, Box(lo, hi), said.dtype, out)
+
+    def flat(self, run: Run) -> Array | None:
+        """The memory of the box that a run is of, where the source has it as it travels."""
+        if run.cut not in self._flat:
+            said = self.manifest.atoms[run.atom]
+            self._flat[run.cut] = self.source.flat(said.name, Box(run.lo, run.hi), said.dtype)
+        return self._flat[run.cut]
+
+    def digests(self, numbers: Array) -> Array:
+        """Of some blocks: a row of 16 bytes each. What lies in memory is not copied."""
+        lengths = self.blocks.lengths(numbers)
+        found: list[bytes] = []
+        memory: Array | None = None
+        for run in self.blocks.runs(numbers, lengths):
+            flat, at = self.flat(run), run.begin
+            for n in range(run.at, run.at + run.blocks):
+                size = int(lengths[n])
+                if flat is not None:
+                    data = flat[at : at + size]
+                else:
+                    memory = memory if memory is not None else np.empty(int(lengths.max()), np.uint8)
+                    data = memory[:size]
+                    self.read(int(numbers[n]), data)
+                found.append(xxhash.xxh3_128_digest(data.data))
+                at += size
+        return np.frombuffer(b"".join(found), np.uint8).reshape(-1, DIGEST)
+
+
+@dataclass
+class _Bucket:
+    """Where the blocks of one bucket go, and where they are.
+
+    start   bytes of the numbers, which come first; `begins` and `ends` of every block behind them, in the payload
+    atoms   of which atom each block is
+    places  where each lies in the source (memory, from which byte on, whether it is sent from there); None: it is read
+    parts   the payload in pieces, one after the other: the numbers, then what is sent from the bucket's memory or
+            straight from the source's
+    """
+
+    numbers: Array
+    payload: Array
+    start: int
+    begins: list[int]
+    ends: list[int]
+    atoms: list[int]
+    places: list[tuple[Array, int, bool] | None]
+    parts: list[Array]
+
+    @classmethod
+    def of(cls, blocks: Blocks, numbers: Array, payload: Array, reader: Reader, straight: bool) -> _Bucket:
+        start = NUMBER_BYTES * len(numbers)
+        payload[:start] = numbers.view(np.uint8)
+        lengths = blocks.lengths(numbers)
+        ends: list[int] = (start + np.cumsum(lengths)).tolist()
+        bucket = cls(numbers, payload, start, [start, *ends[:-1]], ends, [], [], [payload[:start]])
+        for runs in parts_of(blocks.runs(numbers, lengths)):
+            bucket._add(runs, reader, straight)
+        return bucket
+
+    def _add(self, runs: Sequence[Run], reader: Reader, straight: bool) -> None:
+        for run in runs:
+            flat = reader.flat(run)
+            stays = straight and run.nbytes >= LONG
+            shift = run.begin - self.begins[run.at]
+            self.atoms += [run.atom] * run.blocks
+            self.places += [
+                (flat, self.begins[n] + shift, stays) if flat is not None else None
+                for n in range(run.at, run.at + run.blocks)
+            ]
+            if flat is not None and stays:
+                self.parts.append(flat[run.begin : run.begin + run.nbytes])
+                return
+        last = runs[-1]
+        self.parts.append(self.payload[self.begins[runs[0].at] : self.ends[last.at + last.blocks - 1]])
+
+    def fill(self, n: int, reader: Reader) -> Array:
+        """The bytes of a block, which are then where they are sent from."""
+        out, place = self.payload[self.begins[n] : self.ends[n]], self.places[n]
+        if place is None:
+            reader.read(int(self.numbers[n]), out)
+            return out
+        flat, at, stays = place
+        data = flat[at : at + out.size]
+        if stays:
+            return data
+        out[:] = data
+        return out
 
 
 def _split(ends: list[int], start: int, parts: int) -> list[range]:
@@ -206,19 +323,5 @@ def _split(ends: list[int], start: int, parts: int) -> list[range]:
     return [range(a, b) for a, b in pairwise(cuts) if b > a]
 
 
-def hash_all(source: Source, manifest: Manifest, blocks: Blocks, number: int) -> Sent:
-    """The digests of a sender's blocks, without sending them."""
-    mine = blocks.of_sender(number)
-    memory = np.empty(blocks.largest, np.uint8)
-    sent = Sent(np.empty((len(mine), DIGEST), np.uint8))
-    for n, block in enumerate(mine):
-        sent.digests[n] = _read(source, manifest, blocks, block, memory[: blocks.nbytes(block)])
-    return sent
-
-
-def _read(source: Source, manifest: Manifest, blocks: Blocks, number: int, out: Array) -> Array:
-    """Fill a block's memory; returns its digest."""
-    atom, lo, hi = blocks.box(number)
-    said = manifest.atoms[atom]
-    source.read(said.name, Box(lo, hi), said.dtype, out)
-    return np.frombuffer(xxhash.xxh3_128_digest(out.data), np.uint8)
+def _digest(data: Array) -> Array:
+    return np.frombuffer(xxhash.xxh3_128_digest(data.data), np.uint8)

@@ -254,7 +254,7 @@ class Session:
                 epoch.inlet.abort(reason)
             if push is not None:
                 push.reception.cancel(reason)
-                push.staging.drop()
+                push.staging.drop(push.reception.settled)
             if epoch is not None and close:
                 epoch.inlet.close()
         finally:

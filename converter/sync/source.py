@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,8 +18,6 @@ from ..codecs import Array, bits, cast
 from ..dtypes import BY_NAME
 from ..errors import ConfigError, Problems, SourceError
 from ..execute import Limits, gather
-from ..live import base_of
-from ..live_source import Live, describe, slots_of
 from ..mesh import Mesh
 from ..opening import open_checkpoint
 from ..peers import Peers, share_out
@@ -28,9 +26,6 @@ from ..rawio import Files, read_box
 from ..remote.urls import is_remote
 from ..slots import Box, Ints, Slot, intersect, whole
 from ..source_state import file_states
-
-if TYPE_CHECKING:
-    import torch
 
 AtomBox = tuple[str, Box]
 """A box of an atom, by its name."""
@@ -71,8 +66,17 @@ class Source(Protocol):
         threads. Raises SourceError."""
         ...
 
+    def flat(self, atom: str, box: Box, dtype: str) -> Array | None:
+        """The memory of one of this rank's boxes (uint8, row-major), if it lies there as it is to be sent; else None.
+        It is only read."""
+        ...
+
     def check_unchanged(self) -> None:
         """Raise SourceError when the files were written to since `refresh`."""
+        ...
+
+    def let_go(self) -> None:
+        """The push is over: hold nothing that the trainer may want to give up before the next `refresh`."""
         ...
 
     def close(self) -> None: ...
@@ -111,6 +115,8 @@ def open_source(
             "A live model does not say of which family it is.",
             hint="Pass base=, the model directory (or checkpoint) that it was made from: its config.json is read.",
         )
+    from .source_live import LiveSource
+
     return LiveSource(source, base, peers, mesh, rank)
 
 
@@ -118,7 +124,12 @@ def _is_parts(source: Any) -> bool:
     return isinstance(source, (list, tuple)) and all(isinstance(p, Mapping) or hasattr(p, "state_dict") for p in source)
 
 
-def _inside(array: Array, outer: Box, box: Box) -> Array:
+def is_function(source: Any) -> bool:
+    return callable(source) and not hasattr(source, "state_dict") and not isinstance(source, Mapping)
+
+
+def inside(array: Array, outer: Box, box: Box) -> Array:
+    """The part of a box's values that another box in it holds."""
     return array[tuple(slice(a - o, b - o) for a, b, o in zip(box.lo, box.hi, outer.lo, strict=True))]
 
 
@@ -221,140 +232,21 @@ class CheckpointSource:
         for slot in slots:
             common = intersect(slot.box, box)
             if common is not None:
-                read_box(self._files, slot, common, target if common == box else _inside(target, box, common))
+                read_box(self._files, slot, common, target if common == box else inside(target, box, common))
+
+    def flat(self, atom: str, box: Box, dtype: str) -> Array | None:
+        """None: files are read, not mapped, since a mapping of one that is cut short kills the process."""
 
     def check_unchanged(self) -> None:
         if file_states(self.checkpoint) != self._states:
             raise SourceError(f"{self.label} was changed while it was sent.", hint="Push it when nothing writes to it.")
 
+    def let_go(self) -> None:
+        """Nothing but open files."""
+
     def close(self) -> None:
         self._stop.set()
         self._files.close()
-
-
-# ------------------------------------------------------------------------------------------------ live models
-
-
-class LiveSource:
-    """A module or state dict on every rank of a job, sharded in whatever way; each rank sends its own boxes."""
-
-    label: str
-    family: str
-    config: Mapping[str, Any]
-    sizes: Mapping[str, int]
-    shapes: Mapping[str, Ints]
-    dtypes: Mapping[str, str]
-    notes: list[str]
-    checkpoint: Checkpoint
-
-    def __init__(self, source: Any, base: str | Path | Checkpoint, peers: Peers, mesh: Mesh | None, rank: int) -> None:
-        self._source, self._peers, self._mesh, self._rank = source, peers, mesh, rank
-        self._base: Checkpoint
-        self.label = "the live model"
-        self.notes = []
-        self._open_base(base)
-        self.refresh()
-
-    def _open_base(self, base: str | Path | Checkpoint) -> None:
-        def act() -> None:
-            self._base = base_of(base)
-
-        self._peers.together("Opening the base model", act)
-
-    def refresh(self) -> None:
-        """Describe the tensors again: an optimiser or an offload may have put others in their place."""
-        states: Any = None
-
-        def take() -> None:  # not a value of the step: weights are not sent round
-            nonlocal states
-            states = self.states()
-
-        self._peers.together("Taking the weights", take)
-        live = describe(self._base, states, self._peers, self._mesh, self._rank)
-        ckpt = self.checkpoint = live.ckpt
-        self.family, self.sizes, self.config = ckpt.table.name, ckpt.view.dims, ckpt.config
-        self._first = {name: next(iter(copies_of(ckpt.slots[name]).values())) for name in ckpt.atoms}
-        self.shapes = {name: ckpt.atoms[name][1] for name in self._first}
-        self.dtypes = {name: slots[0].dtype for name, slots in self._first.items()}
-        self._own = self._views(live)
-
-    def states(self) -> Any:
-        """The module, state dict or list as it is now."""
-        return self._source() if _is_function(self._source) else self._source
-
-    def _views(self, live: Live) -> dict[str, list[tuple[Box, torch.Tensor, Array | None]]]:
-        """This rank's part of the first copy of every atom: boxes, and strided views of the memory; in the CPU's memory
-        the raw bits of it, too, which numpy copies on one core: torch's threads would fight the wire's for cores."""
-        import torch
-
-        me = f"rank {self._peers.rank}"
-        mine = {
-            (name, slot.box, slot.buffer.name)
-            for name, slots in self._first.items()
-            for slot in slots
-            if slot.buffer.file == me
-        }
-        found: dict[str, list[tuple[Box, torch.Tensor, Array | None]]] = {}
-        for key in live.given:
-            own = live.own[key]
-            for name, slot in slots_of(own, key.box):
-                if (name, slot.box, own.named.name) in mine:
-                    at = own.memory.storage_offset() + slot.offset
-                    view = torch.as_strided(own.memory, slot.box.sizes, slot.strides, at)
-                    found.setdefault(name, []).append((slot.box, view, _raw(view)))
-        return found
-
-    def senders(self) -> list[list[AtomBox]]:
-        found: list[list[AtomBox]] = [[] for _ in range(self._peers.world)]
-        for name, slots in self._first.items():
-            for slot in slots:
-                found[int(slot.buffer.file.removeprefix("rank "))].append((name, slot.box))
-        return found
-
-    def expect(self, wanted: Iterable[AtomBox]) -> None: ...
-
-    def read(self, atom: str, box: Box, dtype: str, out: Array) -> None:
-        import torch
-
-        for outer, view, raw in self._own.get(atom, ()):
-            if _holds(outer, box):
-                if raw is not None and dtype == self.dtypes[atom]:
-                    part = raw if outer == box else _inside(raw, outer, box)
-                    out.view(raw.dtype).reshape(box.sizes)[...] = part
-                    return
-                target = torch.from_numpy(out).view(getattr(torch, BY_NAME[dtype].torch)).view(box.sizes)
-                target.copy_(view if outer == box else _part(view, outer, box))
-                return
-        raise SourceError(f"{atom}: rank {self._peers.rank} does not hold {list(box.lo)}..{list(box.hi)} of it.")
-
-    def check_unchanged(self) -> None: ...
-
-    def close(self) -> None:
-        self._own = {}
-
-
-def _raw(view: torch.Tensor) -> Array | None:
-    """The bits of a tensor in the CPU's memory, without a copy; None where they are elsewhere."""
-    import torch
-
-    if view.device.type != "cpu":
-        return None
-    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return view.detach().view(signed[view.element_size()]).numpy().view(bits(view.element_size()))
-
-
-def _holds(outer: Box, box: Box) -> bool:
-    return all(a <= b for a, b in zip(outer.lo, box.lo, strict=True)) and all(
-        a >= b for a, b in zip(outer.hi, box.hi, strict=True)
-    )
-
-
-def _part(view: torch.Tensor, outer: Box, box: Box) -> torch.Tensor:
-    return view[tuple(slice(a - o, b - o) for a, b, o in zip(box.lo, box.hi, outer.lo, strict=True))]
-
-
-def _is_function(source: Any) -> bool:
-    return callable(source) and not hasattr(source, "state_dict") and not isinstance(source, Mapping)
 
 
 # ------------------------------------------------------------------------------------------------ against a server

@@ -13,13 +13,12 @@ touches (buffers that are no weights, padding, `keep`) is the same in both.
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,14 +32,18 @@ from .homes import Kept, describe_server, state_of
 from .ledger import DIGEST, Ledger, layout_key, root_of
 from .refusals import Refused
 from .staging import buffers_of
+from .unchanged import Unchanged
 from .views import Memory
 from .wire import Manifest
 
 if TYPE_CHECKING:
-    from .blocks import Blocks
+    from .blocks import Blocks, Run
 
 WORKERS = 2
 """Threads that compare or copy a whole model (delta pushes, digests)."""
+
+SETTLE = 2.0
+"""Seconds to wait until a push that was called off has let go of the second copy; then another one is made."""
 
 
 @dataclass(eq=False)
@@ -67,6 +70,8 @@ class _Push:
     key: str
     ledger: Ledger
     memory: Memory
+    flats: dict[int, Array | None] = field(default_factory=dict)
+    unchanged: Unchanged | None = None
     root: str | None = None
     before: tuple[int, str | None, _Known | None] | None = None
 
@@ -101,10 +106,11 @@ class Stage:
         self._copies: list[_Copy | None] = [_Copy(target, version), None]
         self._serving = 0
         self._turn = threading.Condition()
-        self._twin, self._free = twin or _twin, free
+        self._twin, self._free = twin or memory.twin, free
         self._push: _Push | None = None
         self._known: _Known | None = None
         self._behind: tuple[str, Array] | None = None  # blocks in which the spare copy differs; None: who knows
+        self._settled: Callable[[float], bool] | None = None  # whether a push that was called off has let go of it
 
     # -------------------------------------------------------------------------------------------- who serves
 
@@ -176,16 +182,21 @@ class Stage:
             )
         target, key = Memory(state, layout.homes), layout_key(manifest)
         behind, self._behind = self._behind, None
-        base = None
+        base, unchanged = None, None
         if manifest.mode == "delta":
-            base = self._base(manifest, blocks, key, target, behind)
+            base, copied = self._base(manifest, blocks, key, target, behind)
             self._behind = (key, np.empty(0, np.int64))
+            left = np.setdiff1d(np.arange(blocks.count), copied, assume_unique=True)
+            unchanged = Unchanged(target, manifest, blocks, left, base)
         ledger = Ledger(blocks, base)
-        self._push = _Push(manifest, blocks, key, ledger, target)
+        self._push = _Push(manifest, blocks, key, ledger, target, unchanged=unchanged)
         return ledger
 
     def _spare(self, manifest: Manifest, timeout: float) -> _Copy:
         """The copy that nobody reads."""
+        if self._settled is not None and not self._settled(min(timeout, SETTLE)):
+            self._copies[1 - self._serving] = None  # what is still written there would spoil what comes now
+        self._settled = None
         made = self._copies[1 - self._serving]
         self._check_memory(manifest, made is None)
         if made is None:
@@ -228,9 +239,9 @@ class Stage:
 
     def _base(
         self, manifest: Manifest, blocks: Blocks, key: str, target: Memory, behind: tuple[str, Array] | None
-    ) -> Array:
+    ) -> tuple[Array, Array]:
         """Digests of what serves now, cut as the push is, which must be the manifest's base; the spare copy is made
-        equal to it on the way. Raises Refused."""
+        equal to it on the way. With the numbers of the blocks that were copied for it. Raises Refused."""
         known = self._known if self._known is not None and self._known.key == key else None
         version, root = manifest.base or (-1, "")
         ours = known.root if known is not None else None
@@ -245,7 +256,7 @@ class Stage:
             if root != known.root:
                 raise self._other_base(version, root, known.root)
             self._known = known
-        return known.digests
+        return known.digests, numbers
 
     def _weights_version(self) -> int:
         return self._current().version
@@ -281,6 +292,15 @@ class Stage:
 
     # -------------------------------------------------------------------------------------------- a push
 
+    def where(self, run: Run) -> Array | None:
+        push = self._push
+        if push is None:
+            raise Refused("no_push", "There is no push to put a block into.")
+        if run.cut not in push.flats:
+            push.flats[run.cut] = push.memory.flat(push.manifest.atoms[run.atom].name, run.lo, run.hi)
+        flat = push.flats[run.cut]
+        return flat[run.begin : run.begin + run.nbytes] if flat is not None else None
+
     def put(self, number: int, data: Array) -> None:
         push = self._push
         if push is None:
@@ -288,9 +308,24 @@ class Stage:
         atom, lo, hi = push.blocks.box(number)
         push.memory.put(push.manifest.atoms[atom].name, lo, hi, data)
 
+    def wait(self, timeout: float) -> bool:
+        push = self._push
+        return push is None or push.unchanged is None or push.unchanged.wait(timeout)
+
     def finish(self, root: str) -> None:
-        if self._push is not None:
-            self._push.root = root
+        push = self._push
+        if push is None:
+            return
+        wrong = push.unchanged.wrong(push.ledger.came).tolist() if push.unchanged is not None else []
+        if wrong:
+            self._known = None
+            name = push.manifest.atoms[push.blocks.box(wrong[0])[0]].name
+            raise Refused(
+                "base_mismatch",
+                f"{name} is not what was pushed any more ({len(wrong)} blocks): somebody else wrote to these weights.",
+                hint="Push this version in full.",
+            )
+        push.root = root
 
     def install(self) -> None:
         push = self._push
@@ -315,9 +350,12 @@ class Stage:
             push.before = None
             self._serving = 1 - self._serving
 
-    def drop(self) -> None:
+    def drop(self, settled: Callable[[float], bool] | None = None) -> None:
         push, self._push = self._push, None
+        if push is not None and push.unchanged is not None:
+            push.unchanged.stop()
         if push is not None and push.before is None:
+            self._settled = settled if settled is not None and not settled(0) else None
             self._behind = (push.key, np.flatnonzero(push.ledger.claimed)) if push.ledger.delta else None
 
     def digests(self, staged: bool = False) -> dict[str, str]:
@@ -339,14 +377,6 @@ class Stage:
             return found
         finally:
             self._release(held)
-
-
-def _twin(target: Any) -> Any:
-    """A copy with memory of its own. Tensors that share memory in the original share it in the copy."""
-    if not isinstance(target, Mapping):
-        return copy.deepcopy(target)
-    memo: dict[int, Any] = {}
-    return {name: copy.deepcopy(value, memo) for name, value in target.items()}
 
 
 def _in_threads(work: Callable[[Iterable[Any]], None], items: Sequence[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from ..codecs import Array
@@ -9,7 +10,7 @@ from ..errors import Problems
 from .wire import Manifest
 
 if TYPE_CHECKING:
-    from .blocks import Blocks
+    from .blocks import Blocks, Run
     from .ledger import Ledger
 
 WINDOW = 64
@@ -37,12 +38,22 @@ class Staging(Protocol):
         """Make room for a push. Raises Refused (`memory`, `busy`, `base_mismatch`)."""
         ...
 
+    def where(self, run: Run) -> Array | None:
+        """The memory of a whole run (uint8, row-major, exactly its bytes), to be written to in place; None where it is
+        not in one piece, or not the CPU's. Only between `begin` and `finish`."""
+        ...
+
     def put(self, number: int, data: Array) -> None:
-        """Write a block's bytes (uint8, row-major). For several threads."""
+        """Write a block's bytes (uint8, row-major) to wherever they belong. For several threads."""
+        ...
+
+    def wait(self, timeout: float) -> bool:
+        """After the last block: until `finish` can tell of what no block came for. False when it takes longer."""
         ...
 
     def finish(self, root: str) -> None:
-        """Everything is there and verified: what is staged may be installed."""
+        """Everything that was to come is there and verified: what is staged may be installed. Raises Refused
+        (`base_mismatch`) when something else is not what it was."""
         ...
 
     def install(self) -> None:
@@ -53,8 +64,11 @@ class Staging(Protocol):
         """Take the last `install` back: what it installed is staged again."""
         ...
 
-    def drop(self) -> None:
-        """Forget the push, staged or not, or (after `install`) that it can be undone. Idempotent."""
+    def drop(self, settled: Callable[[float], bool] | None = None) -> None:
+        """Forget the push, staged or not, or (after `install`) that it can be undone. Idempotent.
+
+        settled  tells, waiting so long for it, whether nothing is written any more to what `where` gave
+        """
         ...
 
     def digests(self, staged: bool) -> dict[str, str]:

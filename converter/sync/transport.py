@@ -55,9 +55,13 @@ class Place:
 
 class Transport(Protocol):
     """One sender's way to all servers of an epoch. A call that fails raises a ConvertError, and the epoch is over:
-    nothing is sent again, the hub aborts and makes a new epoch."""
+    nothing is sent again, the hub aborts and makes a new epoch.
+
+    straight  whether the parts of a payload may lie anywhere: what is in memory already is not copied into a bucket
+    """
 
     kind: str
+    straight: bool
 
     def offer(self) -> dict[str, Any]:
         """Rank 0 only, first of all: what a join says of it (`kind`, host, port, names, timeout, …), as JSON. The hub
@@ -74,12 +78,15 @@ class Transport(Protocol):
 
     def buffer(self) -> Array:
         """Memory for the next payload: `place.bucket` bytes of uint8. Blocks until some is free again: this is the
-        credit window. Valid until it was given to `send`."""
+        credit window. Valid until `send`."""
         ...
 
-    def send(self, header: Header, payload: Array) -> None:
-        """Send a bucket on; `payload` is the beginning of the memory that `buffer` gave last (empty for a bucket
-        without blocks). Returns at once; what went wrong with an earlier bucket is raised here, or by `finish`."""
+    def send(self, header: Header, parts: Sequence[Array]) -> None:
+        """Send a bucket on. The payload is the parts, one after the other: the blocks' numbers (empty for a bucket
+        without blocks), then their bytes as `blocks.parts_of` cuts them. They lie in the memory that `buffer` gave
+        last, from its beginning on, or, where the transport is `straight`, at the same place in other memory.
+
+        Returns at once; what went wrong with an earlier bucket is raised here, or by `finish`."""
         ...
 
     def finish(self) -> None:

@@ -13,9 +13,13 @@ from ..dtypes import BY_NAME
 from ..execute import chunks
 from ..slots import Box, Ints, intersect
 from .homes import Home
+from .ledger import DIGEST
+from .wire import Manifest
 
 if TYPE_CHECKING:
     import torch
+
+    from .blocks import Blocks
 
 CHUNK = 1 << 20
 """Bytes that are read at a time to be hashed: they stay in a core's cache."""
@@ -29,6 +33,7 @@ class _View(Protocol):
 
     def put(self, part: tuple[slice, ...], data: Array) -> None: ...
     def get(self, part: tuple[slice, ...]) -> Array: ...
+    def flat(self, part: tuple[slice, ...]) -> Array | None: ...
 
 
 class _HostView:
@@ -49,6 +54,10 @@ class _HostView:
 
     def get(self, part: tuple[slice, ...]) -> Array:
         return np.ascontiguousarray(self.array[part])
+
+    def flat(self, part: tuple[slice, ...]) -> Array | None:
+        found = self.array[part]
+        return found.reshape(-1).view(np.uint8) if found.flags.c_contiguous else None
 
 
 class _DeviceView:
@@ -71,6 +80,9 @@ class _DeviceView:
     def get(self, part: tuple[slice, ...]) -> Array:
         found = self.array[part].contiguous().cpu().numpy()
         return found.view(bits(found.itemsize))
+
+    def flat(self, part: tuple[slice, ...]) -> Array | None:
+        """None: the CPU cannot write there."""
 
 
 class Memory:
@@ -103,6 +115,14 @@ class Memory:
             values = data.view(_dtype(self._homes[atom])).reshape(box.sizes)
             view.put(_part(common, outer), values if common == box else values[_part(common, box)])
 
+    def flat(self, atom: str, lo: Ints, hi: Ints) -> Array | None:
+        """The memory of a box of an atom (uint8, row-major) where it is in one piece, and in one place only."""
+        box = Box(lo, hi)
+        held = [(outer, view) for outer, view in self._of(atom) if intersect(outer, box) is not None]
+        if len(held) != 1 or intersect(held[0][0], box) != box:
+            return None
+        return held[0][1].flat(_part(box, held[0][0]))
+
     def get(self, atom: str, lo: Ints, hi: Ints) -> Array:
         """A box of an atom, from its first home: bytes in row-major order, uint8."""
         box, size = Box(lo, hi), _dtype(self._homes[atom])
@@ -116,6 +136,20 @@ class Memory:
             if common is not None:
                 out[_part(common, box)] = view.get(_part(common, outer))
         return out.reshape(-1).view(np.uint8)
+
+    def digests(self, manifest: Manifest, blocks: Blocks, numbers: Array) -> Array:
+        """Of blocks of a manifest: a row of 16 bytes each. What lies in one piece is not copied."""
+        found: list[bytes] = []
+        lengths = blocks.lengths(numbers)
+        for run in blocks.runs(numbers, lengths):
+            name, at = manifest.atoms[run.atom].name, run.begin
+            flat = self.flat(name, run.lo, run.hi)
+            for n in range(run.at, run.at + run.blocks):
+                size = int(lengths[n])
+                data = flat[at : at + size] if flat is not None else self.get(name, *blocks.box(int(numbers[n]))[1:])
+                found.append(xxhash.xxh3_128_digest(data.data))
+                at += size
+        return np.frombuffer(b"".join(found), np.uint8).reshape(-1, DIGEST)
 
     def digest(self, atom: str, shape: Ints) -> str:
         """xxh3_128 of an atom's bytes in its own order: what `execute.content_digest` gives for a checkpoint."""

@@ -16,16 +16,23 @@ from typing import Any, Literal, cast, get_args
 from ..dtypes import BY_NAME
 from ..errors import ConvertError
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAGIC = b"ARCSYNC1"
 HEADER_BYTES = 64
 _HEADER = struct.Struct("<8sQQIIQII16s")  # magic, epoch, version, sender, number, nbytes, blocks, flags, digest
 assert _HEADER.size == HEADER_BYTES
 
+MOST_NUMBERS = 1008
+"""Blocks that a bucket has at most, however small they are."""
+HEAD_BYTES = HEADER_BYTES + 4 * MOST_NUMBERS
+"""Header and numbers, where a receiver has to know beforehand how much comes (process groups)."""
+
 LAST = 1
 """Flag: the sender has no more buckets in this push."""
 ABORT = 2
 """Flag: the push is off; the header has no payload."""
+CALLED_OFF = "The hub called the push off"
+"""How a server's error begins when it was not the server that failed."""
 
 Mode = Literal["full", "delta", "lora"]
 State = Literal["serving", "joined", "prepared", "receiving", "staged", "committing", "failed"]

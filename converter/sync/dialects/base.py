@@ -118,8 +118,17 @@ def ask(client: Client, *paths: str) -> dict[str, Any] | None:
     return None
 
 
+NOWHERE = "/areal-convert-looks-for-nothing-here"
+
+
 def detect(client: Client) -> Found:
     """What the server is. Raises ServerRefused (`wrong_dialect`) with what it seems to be instead."""
+    if has(client, NOWHERE):  # a web application that answers every path with its page: no endpoint is told by that
+        raise ServerRefused(
+            "wrong_dialect",
+            f"{client.url} is no inference server that is known here: it answers whatever path is asked for.",
+            hint="Is the address right? A web page, or a proxy, seems to be there.",
+        )
     if has(client, "/areal_init_weights_update_group"):
         return Found("areal-vllm", str((ask(client, "/version") or {}).get("version", "")))
     if has(client, "/init_weight_transfer_engine"):

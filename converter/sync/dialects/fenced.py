@@ -2,6 +2,7 @@
 
     check → (drain, pause) → begin → send … → end → flush the prefix cache → verify → [commit] version, resume
 
+A server that is asleep (its weights are given up, or elsewhere) is left alone: an update would end its engine.
 A failure before `begin` opens the fence again, as it was. After `begin` it stays closed whatever happens: the weights
 are sent once more from the source, and when that fails too the server is to be replaced, or pushed to again.
 """
@@ -21,8 +22,9 @@ from ...codecs import Array
 from ...errors import ChannelError, ConvertError, Problem, ServerRefused, ServerUnreachable, SyncError
 from ..client import Client
 from ..sink import Feed, Receipt, SinkLayout, SinkStatus, Tier, Wanted
+from .awake import asleep, check_awake
 from .base import Choices, Found, Oracle
-from .group import Group
+from .group import Group, with_last
 from .quantize import Recipe, recipe_of
 
 
@@ -36,6 +38,8 @@ class Fenced:
     fence = "all requests"
     sees_version = False
     """Whether the server tells which version it serves."""
+    sleep_path = ""
+    """Where the server tells whether it is asleep."""
 
     def __init__(self, client: Client, found: Found, choices: Choices) -> None:
         self.client, self.url, self.found, self.choices = client, client.url, found, choices
@@ -79,12 +83,15 @@ class Fenced:
         if self._recipe is not None:
             wanted = self._recipe.expand(wanted, self.url)
         problems += self._unfit(wanted)
+        problems += asleep(self.client, self.sleep_path, fenced=self._fenced_at is not None)
         if problems:
             raise ServerRefused("mismatch", f"{self.url} ({self.name}) cannot take version {version}:", problems)
 
     def load(self, feed: Feed, version: int) -> None:
         """Raises ServerRefused or ServerUnreachable; whether the server is fenced then, `status` says."""
+        check_awake(self.client, self.sleep_path, fenced=self._fenced_at is not None)
         self._before, self._loaded, self._deciding, self.resent = self._told_version(), None, None, 0
+        self.notes = [self._recipe.said()] if self._recipe is not None else []
         if self._before is not None and self._before != self._version:
             self._drop_group()  # it was restarted, or somebody else's push came between
         if self.choices.path is None:
@@ -117,6 +124,7 @@ class Fenced:
         if self._loaded != version:
             raise ServerRefused("not_loaded", f"{self.url} does not have version {version}; it has {self._loaded}.")
         if self._deciding != version:
+            check_awake(self.client, self.sleep_path, fenced=True)
             self._same_server()
         self._deciding = version
         self._set_version(version)
@@ -194,7 +202,7 @@ class Fenced:
             return
         self._begin()
         wanted = feed.wanted()
-        for bucket, last in _with_last(self._buckets(feed, wanted)):
+        for bucket, last in with_last(self._buckets(feed, wanted)):
             self._send(bucket, last)
         self._end()
 
@@ -385,14 +393,3 @@ class Fenced:
         if answer.get("success") is False:
             raise ServerRefused("http", f"{self.url}{path}: {answer.get('message') or answer}")
         return answer
-
-
-def _with_last(buckets: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each with whether it is the last one."""
-    held: list[Any] = []
-    for bucket in buckets:
-        if held:
-            yield held.pop(), False
-        held.append(bucket)
-    for bucket in held:
-        yield bucket, True

@@ -6,7 +6,7 @@ time, and when that call fails the group is aborted, so that nobody waits for a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 from urllib.parse import urlsplit
@@ -76,3 +76,14 @@ def _reason_first(call: Future[Any]) -> None:
     """A broken group is often what follows from a refused call, which says why."""
     if call.done() and isinstance(error := call.exception(), ConvertError):
         raise error
+
+
+def with_last(buckets: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+    """Each with whether it is the last one."""
+    held: list[Any] = []
+    for bucket in buckets:
+        if held:
+            yield held.pop(), False
+        held.append(bucket)
+    for bucket in held:
+        yield bucket, True

@@ -31,6 +31,11 @@ class Recipe:
     scales: Mapping[str, str]
     block: tuple[int, int]
 
+    def said(self) -> str:
+        """What a push does to the weights, for its report."""
+        rows, columns = self.block
+        return f"{len(self.scales)} tensors were quantised to {STORED} with a factor for {rows} × {columns} values"
+
     def expand(self, wanted: Sequence[Wanted], url: str) -> list[Wanted]:
         """What is sent instead: the quantised weights, each followed by its scales. Raises ServerRefused for weights
         that the server holds as FP8 and nobody sends, or that are no matrices of floating point."""

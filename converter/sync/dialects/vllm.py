@@ -26,6 +26,7 @@ class Vllm019(Fenced):
     """The endpoints of 0.19 to 0.29."""
 
     title = "vLLM"
+    sleep_path = "/is_sleeping"
 
     def _world(self) -> int:
         return 1 + int(self.client.get("/get_world_size?include_dp=true")["world_size"])

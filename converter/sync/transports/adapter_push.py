@@ -36,7 +36,7 @@ def push_adapter(
     clock = Clock()
     with clock.phase("plan"):
         opened = no_adapter(peers) if source is None else adapter_source(source, peers)
-        planned = _planned(name, opened, remove=source is None)
+        planned = _planned(name, opened, remove=source is None, allow_nan=how.allow_nan)
         round_ = Round(how, peers, fleet)
         members: list[Member] = []
 
@@ -69,7 +69,7 @@ def push_adapter(
     )  # fmt: skip
 
 
-def _planned(name: str, source: AdapterSource, *, remove: bool) -> Planned:
+def _planned(name: str, source: AdapterSource, *, remove: bool, allow_nan: bool) -> Planned:
     atoms = [Atom(key, tuple(source.shapes[key]), source.dtypes[key]) for key in sorted(source.shapes)]
     numbers = {atom.name: n for n, atom in enumerate(atoms)}
     senders: list[list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = [
@@ -77,7 +77,7 @@ def _planned(name: str, source: AdapterSource, *, remove: bool) -> Planned:
     ]
     check_tiling(Manifest("", 0, 0, "lora", atoms, senders, 1, 1), PlanError, f"{source.label} is not whole:")
     config = {field: _plain(source.config[field]) for field in MATTER if field in source.config}
-    lora = {"name": name, "config": config, "remove": remove}
+    lora = {"name": name, "config": config, "remove": remove} | ({"allow_nan": True} if allow_nan else {})
     return Planned(atoms, senders, {}, {}, list(source.notes), lora)
 
 

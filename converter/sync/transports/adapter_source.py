@@ -74,7 +74,12 @@ class AdapterSource:
     def _read(self, atom: str, box: Box, out: Array) -> None:
         raise NotImplementedError
 
+    def flat(self, atom: str, box: Box, dtype: str) -> Array | None:
+        """None: adapters are small."""
+
     def check_unchanged(self) -> None: ...
+
+    def let_go(self) -> None: ...
 
     def close(self) -> None: ...
 

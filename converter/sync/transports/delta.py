@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from ...codecs import Array
 
 
@@ -30,14 +28,6 @@ class Base:
     key: str
     digests: Array
     since: int = 0
-
-    def changed(self, first: int, digests: Array) -> Array:
-        """Which blocks, from number `first` on, have other digests than in the base: an array of truth values."""
-        return np.any(self.digests[first : first + len(digests)] != digests, axis=1)
-
-    def followed_by(self, version: int, root: str, key: str, digests: Array, *, delta: bool) -> Base:
-        """The base of the push after this one."""
-        return Base(version, root, key, digests, self.since + 1 if delta else 0)
 
 
 class Holds(NamedTuple):

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ import numpy as np
 from ...codecs import Array
 from ...errors import ConvertError, ServerRefused, TargetError
 from ...rawio import Files, write_exactly
-from ..inlet import Arrival, Offered
+from ..blocks import NUMBER_BYTES
+from ..inlet import Offered, Stream
 from ..refusals import Refused
 from ..transport import Peer, Place
 from ..wire import HEADER_BYTES, Header, ProtocolError
@@ -77,14 +78,16 @@ class DiskTransport(Told):
         self._folder = self.directory / f"v{version:06d}"
         self._folder.mkdir(exist_ok=True)
 
-    def message(self, index: int, header: Header, payload: Array) -> dict[str, Any]:
+    def message(self, index: int, header: Header, parts: Sequence[Array]) -> dict[str, Any]:
         self._drop(index)
         path = self._folder / f"s{header.sender}-{header.number:06d}.bucket"
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             try:
-                write_exactly(fd, memoryview(header.pack()), 0)
-                write_exactly(fd, payload.data, HEADER_BYTES)
+                at = 0
+                for part in (np.frombuffer(header.pack(), np.uint8), *parts):
+                    write_exactly(fd, part.data, at)
+                    at += part.nbytes
             finally:
                 os.close(fd)  # before anybody is told: NFS shows a file to others when it is closed
         except OSError as error:
@@ -130,7 +133,6 @@ class DiskInlet(Offered):
     """The server's side. `transport`: {directory, token}."""
 
     kind = "disk"
-    fills = True
     credit = WINDOW
 
     def __init__(self, transport: Mapping[str, Any], timeout: float) -> None:
@@ -149,27 +151,35 @@ class DiskInlet(Offered):
                 hint="Hub and servers must see one directory under one path.",
             )
 
-    def make(self, what: str, message: Mapping[str, Any], data: bytes | memoryview | None) -> Arrival:
+    def make(self, what: str, message: Mapping[str, Any], data: bytes | memoryview | None) -> Stream:
         name = message.get("file")
         if what != "load" or data is not None or not isinstance(name, str) or not _FILE.fullmatch(name):
             raise Refused("bad_request", "disk: a bucket is told by JSON {sender, number, file, header}.")
         path = str(self.directory / name)
 
-        def take(header: Header, buffer: Array | None) -> Array:
-            out = buffer if buffer is not None else np.empty(header.nbytes, np.uint8)
+        def read(header: Header, at: int, places: Sequence[Array]) -> None:
             files = Files()
             try:
                 said = bytearray(HEADER_BYTES)
                 files.read(path, 0, memoryview(said))
                 if bytes(said) != header.pack():
                     raise ProtocolError(f"{path} holds another bucket than number {header.number}.")
-                files.read(path, HEADER_BYTES, out.data)
+                for place in places:
+                    files.read(path, at, place.data)
+                    at += place.nbytes
             except ProtocolError:
                 raise
             except ConvertError as error:
                 raise ProtocolError(str(error)) from error
             finally:
                 files.close()
-            return out
 
-        return Arrival(header_of(message), take)
+        def numbers(header: Header) -> Array:
+            found = np.empty(header.blocks * NUMBER_BYTES, np.uint8)
+            read(header, HEADER_BYTES, [found])
+            return found
+
+        def fill(header: Header, places: Sequence[Array]) -> Callable[[], None]:
+            return lambda: read(header, HEADER_BYTES + header.blocks * NUMBER_BYTES, places)
+
+        return Stream(header_of(message), numbers, fill)

@@ -7,7 +7,7 @@ assignment: a request keeps the adapter that it began with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,7 +24,7 @@ from ..wire import Manifest
 if TYPE_CHECKING:
     import torch
 
-    from ..blocks import Blocks
+    from ..blocks import Blocks, Run
 
 MATTER = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "bias")
 """Fields of an adapter_config.json that change what its tensors mean."""
@@ -96,6 +96,9 @@ class AdapterStage:
         self._push = _Push(manifest, blocks, name, config, _memory(manifest), remove)
         return Ledger(blocks)
 
+    def where(self, run: Run) -> Array | None:
+        """None: adapters are small, and every push has memory of its own."""
+
     def put(self, number: int, data: Array) -> None:
         push = self._push
         if push is None:
@@ -106,6 +109,9 @@ class AdapterStage:
         part = tuple(map(slice, lo, hi))
         values[part] = data.view(values.dtype).reshape(values[part].shape)
 
+    def wait(self, timeout: float) -> bool:
+        return True
+
     def finish(self, root: str) -> None:
         """Everything has come: the values are looked at once more with the model's eyes."""
         push = self._push
@@ -113,9 +119,11 @@ class AdapterStage:
             return
         if not push.remove:
             tensors = _tensors(push.manifest, push.memory)
+            allowed = bool((push.manifest.lora or {}).get("allow_nan", False))
             for name, tensor in tensors.items():
-                if not bool(tensor.float().isfinite().all()):
-                    raise Refused("mismatch", f"{name} of the adapter {push.name!r} holds NaN or infinity.")
+                if not allowed and not bool(tensor.float().isfinite().all()):
+                    what = f"{name} of the adapter {push.name!r} holds NaN or infinity."
+                    raise Refused("mismatch", what, hint="--allow-nan or allow_nan=True installs it all the same.")
             push.adapter = self._adapters.check(push.name, push.config, tensors, push.manifest.version)
         push.root = root
 
@@ -142,7 +150,7 @@ class AdapterStage:
             self._adapters.install(push.before)
         self.version, push.installed = push.version, False
 
-    def drop(self) -> None:
+    def drop(self, settled: Callable[[float], bool] | None = None) -> None:
         self._push = None
 
     def digests(self, staged: bool = False) -> dict[str, str]:

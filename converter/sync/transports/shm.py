@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,7 +104,7 @@ class ShmTransport(Told):
                 )
             time.sleep(_LOOK)
 
-    def message(self, index: int, header: Header, payload: Array) -> dict[str, Any]:
+    def message(self, index: int, header: Header, parts: Sequence[Array]) -> dict[str, Any]:
         return {"segment": index}
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class ShmInlet(Offered):
             raise Refused("bad_request", f"shm: there is no segment {index!r}; the ring has {len(ring)}.")
         memory = ring[index].array
 
-        def take(header: Header, _: Array | None) -> Array:
+        def take(header: Header) -> Array:
             if header.sender != sender or header.nbytes > memory.nbytes:
                 raise ProtocolError(
                     f"Bucket {header.number} of sender {header.sender} has {header.nbytes} bytes; it was told of by "

@@ -32,6 +32,7 @@ class Told:
     """
 
     what = "bucket"
+    straight = False
 
     def __init__(self, kind: str, place: Place, window: int) -> None:
         self.kind, self.place, self.window = kind, place, window
@@ -53,19 +54,19 @@ class Told:
         self._wait_for(self._next)
         return self._memory[self._next]
 
-    def send(self, header: Header, payload: Array) -> None:
+    def send(self, header: Header, parts: Sequence[Array]) -> None:
         self.check()
         index = self._next
         self._wait_for(index)  # where nobody asked for `buffer`: a bucket without blocks
         self._next = (index + 1) % self.window
         told = {"sender": header.sender, "number": header.number, "header": header.pack().hex(), "epoch": header.epoch}
-        message = told | self.message(index, header, payload)
+        message = told | self.message(index, header, parts)
         with self._turn:
             self._left[index] = len(self.place.clients)
         for pool, client in zip(self._pools, self.place.clients, strict=True):
             pool.submit(self._tell, client, message, index)
 
-    def message(self, index: int, header: Header, payload: Array) -> dict[str, Any]:
+    def message(self, index: int, header: Header, parts: Sequence[Array]) -> dict[str, Any]:
         """Where a bucket lies, as fields of its message."""
         raise NotImplementedError
 
