@@ -407,12 +407,12 @@ def changed(state: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor
     return found
 
 
-def delta(stage: Stage, before: Values, target: Any, version: int, **fields: Any) -> Values:
+def delta(stage: Stage, before: Values, target: Any, version: int, config: Any = CONFIG, **fields: Any) -> Values:
     """Push only the blocks that differ."""
     base = (stage.version, stage.root)
     fields = {"senders": before.manifest.senders, "block": before.manifest.block} | fields
     manifest = manifest_of(stage.layout, version=version, mode="delta", base=base, **fields)
-    values = Values(target, CONFIG, manifest)
+    values = Values(target, config, manifest)
     stage_all(stage, values, np.flatnonzero((values.digests != before.digests).any(1)))
     return values
 
@@ -451,6 +451,29 @@ def test_only_what_differs_is_copied() -> None:
         stage.install()
         stage.drop()
     assert copied[0] == values.blocks.count and max(copied[1:]) < values.blocks.count / 2
+
+
+def test_what_is_stored_twice_is_verified_twice() -> None:
+    """A tied head with memory of its own: the digests are those of the embedding, which nobody wrote to."""
+    state, config = tiny_state(1)
+    config["tie_word_embeddings"] = True
+    new = tiny_state(2)[0]
+    new["lm_head.weight"] = new["model.embed_tokens.weight"].clone()
+    stage = Stage(state, config)
+    target, values = new, push(stage, new, config)
+    for version in range(2, 5):
+        target = {**target, "model.norm.weight": target["model.norm.weight"] + 1}
+        if version < 4:
+            values = delta(stage, values, target, version, config)
+            stage.install()
+            stage.drop()
+            assert same(stage.current(), target)
+    spare = stage.spare()
+    assert spare is not None
+    spare["lm_head.weight"][0, 0] += 1
+    with pytest.raises(Refused, match="embed is not what was pushed any more") as refused:
+        delta(stage, values, target, 4, config)
+    assert refused.value.code == "base_mismatch"
 
 
 def test_a_base_that_nobody_pushed() -> None:

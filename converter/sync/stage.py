@@ -316,16 +316,24 @@ class Stage:
         push = self._push
         if push is None:
             return
-        wrong = push.unchanged.wrong(push.ledger.came).tolist() if push.unchanged is not None else []
-        if wrong:
+        spoiled = self._spoiled(push, push.unchanged) if push.unchanged is not None else ""
+        if spoiled:
             self._known = None
-            name = push.manifest.atoms[push.blocks.box(wrong[0])[0]].name
             raise Refused(
                 "base_mismatch",
-                f"{name} is not what was pushed any more ({len(wrong)} blocks): somebody else wrote to these weights.",
+                f"{spoiled} is not what was pushed any more: somebody else wrote to these weights.",
                 hint="Push this version in full.",
             )
         push.root = root
+
+    def _spoiled(self, push: _Push, unchanged: Unchanged) -> str:
+        """An atom of which something is wrong that no block came for, or that is stored twice and differs; or ""."""
+        wrong = unchanged.wrong(push.ledger.came)
+        if wrong.size:
+            return push.manifest.atoms[push.blocks.box(int(wrong[0]))[0]].name
+        twice = [name for name, homes in self.layout.homes.items() if len({home.tensor for home in homes}) > 1]
+        shapes = {name: self.layout.atoms[name].shape for name in twice}
+        return next((n for n, shape in shapes.items() if any(push.memory.differing(n, shape))), "")
 
     def install(self) -> None:
         push = self._push
